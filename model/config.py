@@ -1,0 +1,394 @@
+"""What to train: the frozen configuration of objectives, schedule, optimizer and run. Imports no torch.
+
+A field left at zero derives the value in brackets; `resolved` methods answer a configuration with nothing left to derive.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from treadle.shape import BatchShape, Negatives, Objective, PairLossForm, require_count
+
+if TYPE_CHECKING:
+    import torch
+
+    from treadle.model.mesh import Mesh
+
+HEAD_WIDTH = 64
+"""Width of an attention head; `hidden` is a multiple of 128, so heads come in pairs."""
+
+MAX_INVERSE_TEMPERATURE = 100.0
+MAX_MATRYOSHKA_DIMENSIONS = 8
+
+Progress = Callable[[int, int], bool | None]
+"""`progress(done, total)` counts tensors; answering False stops the call."""
+
+
+def require_number(owner: str, name: str, value: object, least: float = -math.inf, most: float = math.inf) -> None:
+    """Checks a real field.
+
+    Raises:
+        ValueError: `value` is not a finite number between `least` and `most`.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{owner}.{name} is {value!r}: it must be a finite number")
+    if not least <= value <= most:
+        raise ValueError(f"{owner}.{name} is {value}: it must lie between {least} and {most}")
+
+
+def require_member(owner: str, name: str, value: object, kind: type) -> None:
+    """Checks a field that holds an enumeration or a nested configuration.
+
+    Raises:
+        ValueError: `value` is no `kind`.
+    """
+    if not isinstance(value, kind):
+        raise ValueError(f"{owner}.{name} is {value!r}: it must be a {kind.__name__}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Masking:
+    """How the masked objective corrupts a batch and weighs its terms."""
+
+    token_mask_probability: float = 0.0
+    """Share of a text's bytes covered by spans [0.15]."""
+    token_mean_span: float = 0.0
+    """Mean of the geometric span length, bytes [16]."""
+    replace_fraction: float = 0.0
+    """Of covered positions, the share shown as MASK [0.8]."""
+    random_fraction: float = 0.0
+    """Of covered positions, the share shown as a random byte [0.1]; the rest stay as they are."""
+    image_mask_ratio: float = 0.0
+    """Share of an image's patches masked [0.75]."""
+    video_mask_ratio: float = 0.0
+    """Share of a clip's tube columns masked [0.75]."""
+    audio_mask_ratio: float = 0.0
+    """Share of a recording's chunks masked [0.75]."""
+    text_weight: float = 0.0
+    """Weight of the text term [1]."""
+    image_weight: float = 0.0
+    """Weight of the image term [1]."""
+    video_weight: float = 0.0
+    """Weight of the video term [1]."""
+    audio_weight: float = 0.0
+    """Weight of the audio term [1]."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "token_mask_probability",
+            "replace_fraction",
+            "random_fraction",
+            "image_mask_ratio",
+            "video_mask_ratio",
+            "audio_mask_ratio",
+        ):
+            require_number("Masking", name, getattr(self, name), 0, 1)
+        require_number("Masking", "token_mean_span", self.token_mean_span, 0)
+        if 0 < self.token_mean_span < 1:
+            raise ValueError(f"Masking.token_mean_span is {self.token_mean_span}: a span is at least 1 byte long")
+        for name in ("text_weight", "image_weight", "video_weight", "audio_weight"):
+            require_number("Masking", name, getattr(self, name), 0)
+        replaced, random = self.replace_fraction or 0.8, self.random_fraction or 0.1
+        if replaced + random > 1 + 1e-9:
+            raise ValueError(
+                f"Masking.replace_fraction {replaced} and random_fraction {random} add up to more than 1: they share the covered positions"
+            )
+
+    def resolved(self) -> "Masking":
+        """This configuration with nothing left to derive."""
+        return replace(
+            self,
+            token_mask_probability=self.token_mask_probability or 0.15,
+            token_mean_span=self.token_mean_span or 16.0,
+            replace_fraction=self.replace_fraction or 0.8,
+            random_fraction=self.random_fraction or 0.1,
+            image_mask_ratio=self.image_mask_ratio or 0.75,
+            video_mask_ratio=self.video_mask_ratio or 0.75,
+            audio_mask_ratio=self.audio_mask_ratio or 0.75,
+            text_weight=self.text_weight or 1.0,
+            image_weight=self.image_weight or 1.0,
+            video_weight=self.video_weight or 1.0,
+            audio_weight=self.audio_weight or 1.0,
+        )
+
+
+def _pair_loss_start(form: PairLossForm, inverse_temperature: float, bias: float) -> tuple[float, float]:
+    sigmoid = form is PairLossForm.SIGMOID
+    return inverse_temperature or (10.0 if sigmoid else 1.0), bias or (-10.0 if sigmoid else 0.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contrastive:
+    """How the contrastive term scores pooled vectors."""
+
+    matryoshka_dimensions: tuple[int, ...] = ()
+    """Widths scored, each a prefix of the pooled vector: strictly ascending multiples of 8, at most 8; empty scores all of it."""
+    temperature_groups: int = 0
+    """Learnable pairs of inverse temperature and bias [1]; an item's group selects its pair when it is the anchor."""
+    inverse_temperature: float = 0.0
+    """Starting inverse temperature [10 under SIGMOID, else 1]."""
+    bias: float = 0.0
+    """Starting bias [-10 under SIGMOID, else 0]."""
+    negatives: Negatives = Negatives.AMBIENT
+    """Which pairs repel."""
+    ambient_repulsion_weight: float = 0.0
+    """Weight of a pair that no edge names, under AMBIENT [1]."""
+    max_edges_per_device: int = 0
+    """Edges per edge set that a batch may name [the batch's edge capacity]."""
+    pair_loss: PairLossForm = PairLossForm.DERIVED
+    """The loss of a row of scores [SIGMOID]."""
+
+    def __post_init__(self) -> None:
+        widths = self.matryoshka_dimensions
+        if not isinstance(widths, tuple):
+            object.__setattr__(self, "matryoshka_dimensions", widths := tuple(widths))
+        if len(widths) > MAX_MATRYOSHKA_DIMENSIONS:
+            raise ValueError(f"Contrastive.matryoshka_dimensions names {len(widths)} widths: at most {MAX_MATRYOSHKA_DIMENSIONS} are scored")
+        for width in widths:
+            require_count("Contrastive", "matryoshka_dimensions", width, 8)
+            if width % 8:
+                raise ValueError(f"Contrastive.matryoshka_dimensions holds {width}: each width must be a multiple of 8")
+        if any(a >= b for a, b in zip(widths, widths[1:], strict=False)):
+            raise ValueError(f"Contrastive.matryoshka_dimensions is {widths}: widths must be strictly ascending")
+        require_count("Contrastive", "temperature_groups", self.temperature_groups, 0, 2**16)
+        require_number("Contrastive", "inverse_temperature", self.inverse_temperature, 0, MAX_INVERSE_TEMPERATURE)
+        require_number("Contrastive", "bias", self.bias)
+        require_member("Contrastive", "negatives", self.negatives, Negatives)
+        require_number("Contrastive", "ambient_repulsion_weight", self.ambient_repulsion_weight, 0)
+        require_count("Contrastive", "max_edges_per_device", self.max_edges_per_device)
+        require_member("Contrastive", "pair_loss", self.pair_loss, PairLossForm)
+
+    def resolved(self, hidden: int) -> "Contrastive":
+        """This configuration with nothing left to derive but `max_edges_per_device`, which the batch derives.
+
+        Raises:
+            ValueError: a matryoshka width exceeds `hidden`.
+        """
+        widths = self.matryoshka_dimensions or (hidden,)
+        if widths[-1] > hidden:
+            raise ValueError(f"Contrastive.matryoshka_dimensions holds {widths[-1]}: no width may exceed hidden, {hidden}")
+        form = PairLossForm.SIGMOID if self.pair_loss is PairLossForm.DERIVED else self.pair_loss
+        inverse_temperature, bias = _pair_loss_start(form, self.inverse_temperature, self.bias)
+        return replace(
+            self,
+            matryoshka_dimensions=widths,
+            temperature_groups=self.temperature_groups or 1,
+            inverse_temperature=inverse_temperature,
+            bias=bias,
+            ambient_repulsion_weight=self.ambient_repulsion_weight or 1.0,
+            pair_loss=form,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LateInteraction:
+    """How the late-interaction term scores the token vectors of queries against documents."""
+
+    weight: float = 0.0
+    """Weight of the term; 0 trains no token head."""
+    width: int = 0
+    """Width of a token vector, a multiple of 8 [128]."""
+    inverse_temperature: float = 0.0
+    """Starting inverse temperature of every temperature group [10 under SIGMOID, else 1]."""
+    bias: float = 0.0
+    """Starting bias of every temperature group [-10 under SIGMOID, else 0]."""
+    max_query_span: int = 0
+    """Tokens that one query contributes at most, its first past the prefix [64]."""
+    max_query_tokens_per_device: int = 0
+    """Query tokens of a batch [`max_query_span` of every segment]."""
+    max_documents_per_device: int = 0
+    """Documents of a batch [its segments]."""
+    max_document_tokens_per_device: int = 0
+    """Document tokens of a batch [its positions]."""
+    pair_loss: PairLossForm = PairLossForm.DERIVED
+    """The loss of a query's row of scores [RANKED]."""
+
+    def __post_init__(self) -> None:
+        require_number("LateInteraction", "weight", self.weight, 0)
+        require_count("LateInteraction", "width", self.width)
+        if self.width % 8:
+            raise ValueError(f"LateInteraction.width is {self.width}: it must be a multiple of 8")
+        require_number("LateInteraction", "inverse_temperature", self.inverse_temperature, 0, MAX_INVERSE_TEMPERATURE)
+        require_number("LateInteraction", "bias", self.bias)
+        for name in ("max_query_span", "max_query_tokens_per_device", "max_documents_per_device", "max_document_tokens_per_device"):
+            require_count("LateInteraction", name, getattr(self, name))
+        require_member("LateInteraction", "pair_loss", self.pair_loss, PairLossForm)
+
+    def resolved(self, batch: BatchShape) -> "LateInteraction":
+        """This configuration with nothing left to derive."""
+        form = PairLossForm.RANKED if self.pair_loss is PairLossForm.DERIVED else self.pair_loss
+        inverse_temperature, bias = _pair_loss_start(form, self.inverse_temperature, self.bias)
+        span = self.max_query_span or 64
+        return replace(
+            self,
+            width=self.width or 128,
+            inverse_temperature=inverse_temperature,
+            bias=bias,
+            max_query_span=span,
+            max_query_tokens_per_device=self.max_query_tokens_per_device or span * batch.max_segments_per_device,
+            max_documents_per_device=self.max_documents_per_device or batch.max_segments_per_device,
+            max_document_tokens_per_device=self.max_document_tokens_per_device or batch.positions,
+            pair_loss=form,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choices:
+    """The calibrated choices term."""
+
+    weight: float = 0.0
+    """Weight of the term; positive needs the batch's `max_choices_per_item`."""
+
+    def __post_init__(self) -> None:
+        require_number("Choices", "weight", self.weight, 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """The learning rate over a run: linear warm-up to the peak, then a cosine to the floor."""
+
+    steps: int
+    """Steps of the run across resumes, which the cosine spans."""
+    learning_rate: float = 0.0
+    """The peak [5e-4]."""
+    min_learning_rate: float = 0.0
+    """The floor [1e-5]."""
+    warmup_steps: int = 0
+    """Steps up to the peak [min(400, steps // 10)]; none when derived below 10 steps."""
+
+    def __post_init__(self) -> None:
+        if self.steps == 0:
+            raise ValueError("Schedule.steps is 0: a run takes at least one step")
+        require_count("Schedule", "steps", self.steps, 1, 2**40)
+        require_number("Schedule", "learning_rate", self.learning_rate, 0)
+        require_number("Schedule", "min_learning_rate", self.min_learning_rate, 0)
+        require_count("Schedule", "warmup_steps", self.warmup_steps, 0, 2**40)
+        peak = self.learning_rate or 5e-4
+        if self.min_learning_rate > peak:
+            raise ValueError(f"Schedule.min_learning_rate is {self.min_learning_rate}: the floor must not exceed the peak, {peak}")
+        if self.warmup_steps > self.steps:
+            raise ValueError(f"Schedule.warmup_steps is {self.warmup_steps}: warm-up must end within the run's {self.steps} steps")
+
+    def resolved(self) -> "Schedule":
+        """This schedule with nothing left to derive."""
+        peak = self.learning_rate or 5e-4
+        return replace(
+            self,
+            learning_rate=peak,
+            min_learning_rate=self.min_learning_rate or min(1e-5, peak),
+            warmup_steps=self.warmup_steps or min(400, self.steps // 10),
+        )
+
+    def learning_rate_at(self, step: int) -> float:
+        """The learning rate of `step`, counted from one.
+
+        Raises:
+            ValueError: `step` is below one.
+        """
+        if step < 1:
+            raise ValueError(f"step is {step}: steps count from 1")
+        shown = self.resolved()
+        if step <= shown.warmup_steps:
+            return shown.learning_rate * step / shown.warmup_steps
+        if step >= shown.steps:
+            return shown.min_learning_rate
+        done = (step - shown.warmup_steps) / (shown.steps - shown.warmup_steps)
+        return shown.min_learning_rate + (shown.learning_rate - shown.min_learning_rate) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerConfig:
+    """AdamW, and the bound on the gradient's norm."""
+
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.05
+    """Decay of matrices; norms, biases, embeddings of one row and temperatures have none."""
+    max_gradient_norm: float = 1.0
+    """The gradient's norm is clipped to this; 0 clips nothing."""
+
+    def __post_init__(self) -> None:
+        for name in ("beta1", "beta2"):
+            require_number("OptimizerConfig", name, getattr(self, name), 0, 1)
+            if getattr(self, name) == 1:
+                raise ValueError(f"OptimizerConfig.{name} is 1: it must be below 1, or moments never move")
+        require_number("OptimizerConfig", "eps", self.eps, 0)
+        if self.eps == 0:
+            raise ValueError("OptimizerConfig.eps is 0: it must be positive, or a zero gradient divides by zero")
+        require_number("OptimizerConfig", "weight_decay", self.weight_decay, 0)
+        require_number("OptimizerConfig", "max_gradient_norm", self.max_gradient_norm, 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerConfig:
+    """The geometry, objective and starting point of a run."""
+
+    depth: int
+    """Transformer blocks."""
+    hidden: int
+    """Width of the tower, a multiple of 128."""
+    batch: BatchShape
+    """What one device's step carries at most."""
+    schedule: Schedule
+    objective: Objective = Objective.MASKED
+    masking: Masking = field(default_factory=Masking)
+    """Read unless the objective is CONTRASTIVE."""
+    contrastive: Contrastive = field(default_factory=Contrastive)
+    """Read unless the objective is MASKED."""
+    late_interaction: LateInteraction = field(default_factory=LateInteraction)
+    """Read when its weight is positive."""
+    choices: Choices = field(default_factory=Choices)
+    """Read when its weight is positive."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    mesh: "Mesh | None" = None
+    """The world that this process trains in; None runs it alone."""
+    seed: int = 0
+    """Keys every draw: initial values and corruption. 64 bits."""
+    resume: str | Path | None = None
+    """Checkpoint to go on from, at its saved step."""
+    init: str | Path | None = None
+    """Checkpoint whose weights start a new run, with a new objective and schedule."""
+    device: "str | torch.device | None" = None
+    """None takes CUDA where there is one, else the CPU."""
+    precision: Literal["fp32", "bf16"] | None = None
+    """Compute type; None takes bf16 on CUDA and fp32 on the CPU. Master weights are fp32 either way."""
+    progress: Progress | None = None
+    """Reports the tensors placed on a resume; answering False raises `Stopped`."""
+    progress_steps: int = 0
+    """Reports at most, the last at completion [10]."""
+
+    def __post_init__(self) -> None:
+        require_count("TrainerConfig", "depth", self.depth, 1, 1024)
+        require_count("TrainerConfig", "hidden", self.hidden, 128, 2**16)
+        if self.hidden % 128:
+            raise ValueError(f"TrainerConfig.hidden is {self.hidden}: it must be a multiple of 128")
+        for name, kind in (
+            ("batch", BatchShape),
+            ("schedule", Schedule),
+            ("objective", Objective),
+            ("masking", Masking),
+            ("contrastive", Contrastive),
+            ("late_interaction", LateInteraction),
+            ("choices", Choices),
+            ("optimizer", OptimizerConfig),
+        ):
+            require_member("TrainerConfig", name, getattr(self, name), kind)
+        require_count("TrainerConfig", "seed", self.seed, 0, 2**64 - 1)
+        require_count("TrainerConfig", "progress_steps", self.progress_steps)
+        if self.precision not in (None, "fp32", "bf16"):
+            raise ValueError(f"TrainerConfig.precision is {self.precision!r}: it must be 'fp32', 'bf16' or None")
+        if self.resume is not None and self.init is not None:
+            raise ValueError(
+                f"TrainerConfig.resume is {str(self.resume)!r} and init is {str(self.init)!r}: name one, resume to go on with "
+                "a run or init to start another from its weights"
+            )
+        if self.choices.weight > 0 and not self.batch.max_choices_per_item:
+            raise ValueError(
+                f"TrainerConfig.choices.weight is {self.choices.weight} but batch.max_choices_per_item is 0: "
+                "set how many choices an item may offer"
+            )
+        if self.objective is not Objective.MASKED:
+            self.contrastive.resolved(self.hidden)
