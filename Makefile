@@ -76,7 +76,7 @@ test: install
 bench: install
 	@for script in benchmarks/bench_*.py; do
 	  echo "== $$script"
-	  $(BIN)/python "$$script"
+	  PYTHONPATH=benchmarks $(BIN)/python "$$script" || exit 1
 	done
 
 clean:

@@ -1,0 +1,106 @@
+"""The entry: one item's bytes to its payload, told by what they hold, never by a name."""
+
+from collections.abc import Callable
+from typing import Literal, TypeVar
+
+from treadle.decoders.errors import DecodeError
+from treadle.decoders.limits import Deadline, DecodeOptions
+from treadle.decoders.payload import Payload, Probe
+from treadle.decoders.text import decode_text, probe_text
+from treadle.shape import BatchShape, Modality
+
+Buffer = bytes | bytearray | memoryview
+Cut = Literal["tail", "head"]
+Answer = TypeVar("Answer")
+
+_DEFAULT_OPTIONS = DecodeOptions()
+
+
+def decode(
+    modality: Modality,
+    data: Buffer,
+    shape: BatchShape,
+    options: DecodeOptions = _DEFAULT_OPTIONS,
+    cut: Cut = "tail",
+) -> Payload:
+    """Decodes one item for a row of `shape`; safe to call from many threads.
+
+    `cut="head"` keeps the end of a text that is longer than the row, for items that offer choices; their row also
+    gives up one position to the mask.
+
+    Raises:
+        DecodeError: the bytes are refused; the only error that content can raise.
+        ValueError: `shape` has no slice for `modality`, or an argument is none of its values.
+    """
+    view, capacity, deadline = _prepare(modality, data, shape, options, cut)
+    if modality is Modality.TEXT:
+        return _only_decode_errors(lambda: decode_text(view, capacity, cut, deadline))
+    if modality is Modality.IMAGE:
+        from treadle.decoders.image import decode_image
+
+        return _only_decode_errors(lambda: decode_image(view, shape.image.resolved(), capacity, options))
+    if modality is Modality.VIDEO:
+        from treadle.decoders.video import decode_video
+
+        return _only_decode_errors(lambda: decode_video(view, shape.video.resolved(), capacity, options, deadline))
+    from treadle.decoders.audio import decode_audio
+
+    return _only_decode_errors(lambda: decode_audio(view, shape.audio.resolved(), capacity, options, deadline))
+
+
+def probe(
+    modality: Modality,
+    data: Buffer,
+    shape: BatchShape,
+    options: DecodeOptions = _DEFAULT_OPTIONS,
+    cut: Cut = "tail",
+) -> Probe:
+    """What `decode` would answer, from headers alone: exact for text and images, an estimate for video and audio.
+
+    Raises:
+        DecodeError: the header is refused.
+        ValueError: as `decode`.
+    """
+    view, capacity, deadline = _prepare(modality, data, shape, options, cut)
+    if modality is Modality.TEXT:
+        return _only_decode_errors(lambda: probe_text(view, capacity, cut, deadline))
+    if modality is Modality.IMAGE:
+        from treadle.decoders.image import probe_image
+
+        return _only_decode_errors(lambda: probe_image(view, shape.image.resolved(), capacity, options))
+    if modality is Modality.VIDEO:
+        from treadle.decoders.video import probe_video
+
+        return _only_decode_errors(lambda: probe_video(view, shape.video.resolved(), capacity, options, deadline))
+    from treadle.decoders.audio import probe_audio
+
+    return _only_decode_errors(lambda: probe_audio(view, shape.audio.resolved(), capacity, options, deadline))
+
+
+def _prepare(
+    modality: Modality, data: Buffer, shape: BatchShape, options: DecodeOptions, cut: Cut
+) -> tuple[memoryview, int, Deadline]:
+    if cut not in ("tail", "head"):
+        raise ValueError(f"cut is {cut!r}: it must be 'tail' or 'head'")
+    if not shape.is_live(modality):
+        raise ValueError(f"modality is {modality}: the shape has no live {modality} slice (BatchShape.{modality})")
+    view = memoryview(data)
+    if view.nbytes == 0:
+        raise DecodeError("empty", f"the {modality} has no bytes")
+    view = view.cast("B")
+    if len(view) > options.max_input_bytes:
+        raise DecodeError("too_large", f"{len(view)} bytes are above max_input_bytes {options.max_input_bytes}")
+    return view, shape.token_capacity(choices=cut == "head"), Deadline(options.max_wall_s)
+
+
+def _only_decode_errors(run: Callable[[], Answer]) -> Answer:
+    """Runs a decode so that content raises nothing but `DecodeError`, whatever a codec library throws."""
+    try:
+        return run()
+    except (DecodeError, ImportError):
+        # A library that is missing here says nothing about the item.
+        raise
+    except MemoryError as error:
+        raise DecodeError("too_large", f"out of memory: {error}") from error
+    except Exception as error:
+        raise DecodeError("corrupt", f"{type(error).__name__}: {error}") from error

@@ -1,0 +1,170 @@
+"""Pictures: any stored form to uint8 `[H, W, channels]`, upright, as large as the row allows."""
+
+import io
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treadle.decoders.errors import DecodeError
+from treadle.decoders.exif import exif_orientation, orient, turns_sides
+from treadle.decoders.jpeg import JpegHeader, decode_jpeg, read_jpeg_header
+from treadle.decoders.limits import DecodeOptions, check_pixels
+from treadle.decoders.payload import Payload, Probe
+from treadle.decoders.png import PngParts, decode_png, read_png
+from treadle.decoders.scale import fit_size, grid_side
+from treadle.decoders.sniff import IMAGE_FORMATS, Format, sniff
+from treadle.decoders.webp import WebpHeader, read_webp_header
+from treadle.shape import ImageShape
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+
+
+class _Stored(NamedTuple):
+    """A picture as its header describes it."""
+
+    height: int
+    width: int
+    orientation: int
+    source: "JpegHeader | PngParts | WebpHeader | Image.Image"
+
+
+def decode_image(data: memoryview, shape: ImageShape, capacity: int, options: DecodeOptions) -> Payload:
+    """Decodes one picture; a grid beyond `capacity` tokens is made to fit by scaling down, aspect kept, antialiased.
+
+    Raises:
+        DecodeError: the bytes are refused.
+    """
+    stored = _read_header(data, options, header_only=False)
+    size = _stored_target(stored, shape.patch_side, capacity)
+    if isinstance(stored.source, JpegHeader):
+        pixels = decode_jpeg(data, stored.source, shape.channels, size, options)
+        pixels = _resize_array(pixels, size)
+    else:
+        pixels = _from_picture(_load(data, stored), shape.channels, size)
+    pixels = orient(pixels, stored.orientation)
+    height, width = pixels.shape[:2]
+    grid = (1, grid_side(height, shape.patch_side), grid_side(width, shape.patch_side))
+    return Payload(pixels, grid, (1, height, width))
+
+
+def probe_image(data: memoryview, shape: ImageShape, capacity: int, options: DecodeOptions) -> Probe:
+    """The grid that `decode_image` answers, from the header.
+
+    Raises:
+        DecodeError: the header is refused.
+    """
+    stored = _read_header(data, options, header_only=True)
+    height, width = _stored_target(stored, shape.patch_side, capacity)
+    if turns_sides(stored.orientation):
+        height, width = width, height
+    grid = (1, grid_side(height, shape.patch_side), grid_side(width, shape.patch_side))
+    return Probe(grid, (1, height, width), True)
+
+
+def _stored_target(stored: _Stored, patch: int, capacity: int) -> tuple[int, int]:
+    """The size to decode to, in the orientation of the stored rows; the rule is symmetric in the two sides."""
+    return fit_size(stored.height, stored.width, patch, capacity)
+
+
+def _read_header(data: memoryview, options: DecodeOptions, *, header_only: bool) -> _Stored:
+    kind = sniff(data)
+    if kind is None or kind not in IMAGE_FORMATS:
+        raise DecodeError("unsupported", f"not a picture that is read: begins {bytes(data[:16])!r}")
+    if kind == "jpeg":
+        jpeg = read_jpeg_header(data, options)
+        stored = _Stored(jpeg.height, jpeg.width, jpeg.orientation, jpeg)
+    elif kind == "png":
+        if len(data) >= 33:
+            # Before any checksum is computed over what a bomb's header goes on to claim.
+            check_pixels(int.from_bytes(data[20:24], "big"), int.from_bytes(data[16:20], "big"), options)
+        png = read_png(data, options, header_only=header_only)
+        stored = _Stored(png.height, png.width, png.orientation, png)
+    elif kind == "webp":
+        webp = read_webp_header(data, options)
+        stored = _Stored(webp.height, webp.width, webp.orientation, webp)
+    else:
+        picture = _open(data, kind)
+        # AVIF states turns as properties of its own, which its reader answers as Exif.
+        turned = exif_orientation(picture.info.get("exif", b"")) if kind == "avif" else 1
+        stored = _Stored(picture.height, picture.width, turned, picture)
+    check_pixels(stored.height, stored.width, options)
+    return stored
+
+
+def _open(data: memoryview, kind: Format) -> "Image.Image":
+    """Opens by the format's own reader: the library's guess would consult every plugin and warn about sizes."""
+    from PIL import AvifImagePlugin, BmpImagePlugin, GifImagePlugin, WebPImagePlugin
+
+    source = io.BytesIO(data)
+    try:
+        if kind == "gif":
+            return GifImagePlugin.GifImageFile(source)
+        if kind == "bmp":
+            return BmpImagePlugin.BmpImageFile(source)
+        if kind == "avif":
+            return AvifImagePlugin.AvifImageFile(source)
+        return WebPImagePlugin.WebPImageFile(source)
+    except (OSError, SyntaxError, ValueError, EOFError, IndexError) as error:
+        raise DecodeError("corrupt", f"{kind} header: {error}") from error
+
+
+def _load(data: memoryview, stored: _Stored) -> "Image.Image":
+    source = stored.source
+    if isinstance(source, PngParts):
+        return decode_png(source)
+    if isinstance(source, WebpHeader):
+        picture = _open(data[: source.end], "webp")
+    else:
+        assert not isinstance(source, JpegHeader)
+        picture = source
+    if picture.size != (stored.width, stored.height):
+        raise DecodeError("corrupt", f"{picture.width} x {picture.height} pixels where the header says {stored.width} x {stored.height}")
+    try:
+        picture.load()
+    except (OSError, SyntaxError, ValueError, EOFError, IndexError) as error:
+        raise DecodeError("truncated" if "truncated" in str(error) else "corrupt", f"pixels: {error}") from error
+    return picture
+
+
+def _from_picture(picture: "Image.Image", channels: int, size: tuple[int, int]) -> NDArray[np.uint8]:
+    """Converts and resizes in the order that keeps hidden colours from bleeding: alpha is resolved first."""
+    from PIL import Image
+
+    if picture.mode in ("I", "F") or picture.mode.startswith("I;16"):
+        raise DecodeError("unsupported", f"pixels of mode {picture.mode}")
+    if picture.mode == "P" or "transparency" in picture.info:
+        picture = picture.convert("RGBA")
+    transparent = picture.mode in ("LA", "PA", "RGBA", "La", "RGBa")
+    if transparent and picture.mode != "RGBA":
+        picture = picture.convert("RGBA")
+    if transparent and channels != 4:
+        paper = Image.new("RGB", picture.size, (255, 255, 255))
+        paper.paste(picture, mask=picture.getchannel("A"))
+        picture = paper
+    if picture.mode == "1":
+        picture = picture.convert("L")
+    if picture.size != (size[1], size[0]):
+        if picture.mode not in ("L", "RGB", "RGBA"):
+            picture = picture.convert("RGB")
+        # Mode RGBA is resampled with its colours multiplied by alpha.
+        picture = picture.resize((size[1], size[0]), Image.Resampling.LANCZOS, reducing_gap=3.0)
+    if picture.mode != _MODES[channels]:
+        picture = picture.convert(_MODES[channels])
+    return np.asarray(picture).reshape(size[0], size[1], channels)
+
+
+def _resize_array(pixels: NDArray[np.uint8], size: tuple[int, int]) -> NDArray[np.uint8]:
+    """Resamples an opaque picture; its alpha, where it has one, is 255 everywhere."""
+    from PIL import Image
+
+    if pixels.shape[:2] == size:
+        return pixels
+    channels = pixels.shape[2]
+    mode = {1: "L", 3: "RGB", 4: "RGBX"}[channels]
+    picture = Image.frombuffer(mode, (pixels.shape[1], pixels.shape[0]), pixels, "raw", mode, 0, 1)
+    picture = picture.resize((size[1], size[0]), Image.Resampling.LANCZOS, reducing_gap=3.0)
+    return np.asarray(picture).reshape(size[0], size[1], channels)

@@ -1,0 +1,165 @@
+"""JPEG: headers in Python, pixels by libjpeg-turbo with every warning an error, at a reduced size where that suffices."""
+
+import io
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treadle.decoders.errors import DecodeError
+from treadle.decoders.exif import exif_orientation
+from treadle.decoders.limits import DecodeOptions
+
+_SIZES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+_PROGRESSIVE = {0xC2, 0xC6, 0xCA, 0xCE}
+_SUPPORTED = {0xC0, 0xC1, 0xC2, 0xC9, 0xCA}
+_STANDALONE = {0x01, *range(0xD0, 0xD8)}
+_END = b"\xff\xd9"
+
+_MAX_SCANS = 500
+"""Scans of one picture; a progressive encoder needs at most about two hundred."""
+_SCAN_WORK = 16
+"""Pixels times scans may reach this many times `max_pixels`: each scan passes over the whole picture."""
+
+_MIN_FACTOR = 2
+"""A reduced decode is at least this many times the wanted size, so that the resampling filter sees what it cuts off."""
+
+
+@dataclass(frozen=True, slots=True)
+class JpegHeader:
+    """What stands before a JPEG's first scan."""
+
+    height: int
+    width: int
+    components: int
+    orientation: int
+
+
+def read_jpeg_header(data: memoryview, options: DecodeOptions) -> JpegHeader:
+    """Walks the markers up to the first scan.
+
+    Raises:
+        DecodeError: they end early, contradict each other or describe a JPEG that is not read.
+    """
+    at, size = 2, len(data)
+    frame: tuple[int, int, int, int] | None = None
+    orientation = 1
+    while True:
+        if at + 2 > size:
+            raise DecodeError("truncated", "the JPEG ends before its first scan")
+        if data[at] != 0xFF:
+            raise DecodeError("corrupt", f"no JPEG marker at byte {at}")
+        marker = data[at + 1]
+        if marker == 0xFF:
+            at += 1
+            continue
+        at += 2
+        if marker in _STANDALONE:
+            continue
+        if marker in (0xD8, 0xD9, 0x00):
+            raise DecodeError("corrupt", f"JPEG marker {marker:#x} before the first scan")
+        if at + 2 > size:
+            raise DecodeError("truncated", "the JPEG ends before its first scan")
+        length = data[at] << 8 | data[at + 1]
+        if length < 2:
+            raise DecodeError("corrupt", f"a JPEG segment of {length} bytes at byte {at}")
+        if at + length > size:
+            raise DecodeError("truncated", "the JPEG ends before its first scan")
+        body = data[at + 2 : at + length]
+        at += length
+        if marker in _SIZES:
+            if frame is not None or len(body) < 6:
+                raise DecodeError("corrupt", "the JPEG has no single well-formed frame header")
+            frame = (marker, int.from_bytes(body[1:3], "big"), int.from_bytes(body[3:5], "big"), body[5])
+            if marker not in _SUPPORTED or body[0] != 8:
+                raise DecodeError("unsupported", f"JPEG process {marker:#x} with {body[0]} bits a sample")
+        elif marker == 0xE1 and orientation == 1 and bytes(body[:6]) == b"Exif\0\0":
+            orientation = exif_orientation(body)
+        elif marker == 0xDA:
+            break
+    if frame is None:
+        raise DecodeError("corrupt", "the JPEG has no frame header before its first scan")
+    process, height, width, components = frame
+    if height == 0:
+        raise DecodeError("unsupported", "a JPEG that states its height after its first scan")
+    if process in _PROGRESSIVE:
+        scans = bytes(data).count(b"\xff\xda")
+        if scans > _MAX_SCANS or scans * height * width > _SCAN_WORK * options.max_pixels:
+            raise DecodeError("too_large", f"{scans} scans of {width} x {height} pixels")
+    return JpegHeader(height, width, components, orientation)
+
+
+def decode_jpeg(
+    data: memoryview, header: JpegHeader, channels: int, size: tuple[int, int], options: DecodeOptions
+) -> NDArray[np.uint8]:
+    """The stored picture `[H, W, channels]`, at a size of at least `size` that the inverse DCT makes by itself.
+
+    Raises:
+        DecodeError: libjpeg reports anything but a clean decode.
+    """
+    import simplejpeg
+
+    factor = min(header.height // size[0], header.width // size[1]) // _MIN_FACTOR
+    divisor = next(d for d in (8, 4, 2, 1) if d <= max(factor, 1))
+    least = (-(-header.height // divisor), -(-header.width // divisor))
+    colours = "CMYK" if header.components == 4 else {1: "GRAY", 3: "RGB", 4: "RGBA"}[channels]
+
+    def run(source: bytes | memoryview) -> NDArray[np.uint8]:
+        pixels: NDArray[np.uint8] = simplejpeg.decode_jpeg(
+            source, colours, min_height=least[0], min_width=least[1], strict=True
+        )
+        return pixels
+
+    try:
+        try:
+            pixels = run(data)
+        except ValueError as error:
+            if options.strict or "Premature end" not in str(error):
+                raise
+            # Only the end marker may be missing: with it in place the decode must be clean.
+            pixels = run(bytes(data) + _END)
+    except ValueError as error:
+        return _judge(str(error), data, header, channels, options)
+    return _from_cmyk(pixels, channels) if header.components == 4 else pixels
+
+
+def _judge(message: str, data: memoryview, header: JpegHeader, channels: int, options: DecodeOptions) -> NDArray[np.uint8]:
+    if "subsampling level" in message:
+        return _decode_odd_sampling(data, header, channels, options)
+    if "Premature end" in message:
+        raise DecodeError("truncated", message)
+    if "nsupported" in message:
+        raise DecodeError("unsupported", message)
+    raise DecodeError("corrupt", message)
+
+
+def _decode_odd_sampling(data: memoryview, header: JpegHeader, channels: int, options: DecodeOptions) -> NDArray[np.uint8]:
+    """Chroma samplings that the fast path has no name for go through Pillow, which only errors, never warns, on damage."""
+    from PIL import Image, JpegImagePlugin
+
+    end = bytes(data).rfind(_END)
+    if end < 0 and options.strict:
+        raise DecodeError("truncated", "the JPEG has no end marker")
+    try:
+        picture: Image.Image = JpegImagePlugin.JpegImageFile(io.BytesIO(bytes(data) if end >= 0 else bytes(data) + _END))
+        pixels = np.asarray(picture.convert({1: "L", 3: "RGB", 4: "RGBA"}[channels]))
+    except (OSError, SyntaxError, ValueError, EOFError, IndexError) as error:
+        raise DecodeError("truncated" if "truncated" in str(error) else "corrupt", f"JPEG: {error}") from error
+    return pixels.reshape(header.height, header.width, channels)
+
+
+def _from_cmyk(inks: NDArray[np.uint8], channels: int) -> NDArray[np.uint8]:
+    """Adobe stores inks inverted, and every decoder assumes it did: light is ink times black over 255."""
+    black = inks[..., 3:].astype(np.uint16)
+    light = ((inks[..., :3] * black + 127) // 255).astype(np.uint8)
+    if channels == 1:
+        return luma(light)
+    if channels == 4:
+        return np.concatenate([light, np.full_like(light[..., :1], 255)], axis=-1)
+    return light
+
+
+def luma(pixels_HW3: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """ITU-R 601 luma `[..., 1]` in 16-bit fixed point, the arithmetic of Pillow's mode L."""
+    red, green, blue = (pixels_HW3[..., c].astype(np.uint32) for c in range(3))
+    return ((19595 * red + 38470 * green + 7471 * blue + 0x8000) >> 16).astype(np.uint8)[..., None]

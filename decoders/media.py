@@ -1,0 +1,128 @@
+"""Video and audio containers through PyAV: opened by a format that was told, never guessed, with everything bounded."""
+
+import functools
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+from treadle.decoders.errors import DecodeError
+from treadle.decoders.limits import Deadline, DecodeOptions
+from treadle.decoders.sniff import Format
+
+_DEMUXERS: dict[Format, str] = {
+    "mp4": "mov",
+    "matroska": "matroska",
+    "mpegts": "mpegts",
+    "avi": "avi",
+    "h264": "h264",
+    "hevc": "hevc",
+    "wav": "wav",
+    "flac": "flac",
+    "mp3": "mp3",
+    "ogg": "ogg",
+    "aac": "aac",
+}
+
+_CODECS = frozenset(
+    "h264 hevc vp8 vp9 av1 libdav1d libaom-av1 mpeg4 mpeg1video mpeg2video h263 mjpeg theora prores ffv1 rawvideo "
+    "msmpeg4 msmpeg4v2 wmv1 wmv2 flv dvvideo huffyuv ffvhuff utvideo png "
+    "aac aac_latm mp1float mp1 mp2float mp2 mp3float mp3 ac3 eac3 flac alac vorbis libvorbis opus libopus "
+    "adpcm_ms adpcm_ima_wav adpcm_ima_qt adpcm_g726 adpcm_swf adpcm_yamaha gsm gsm_ms "
+    "pcm_u8 pcm_s8 pcm_s16le pcm_s16be pcm_s24le pcm_s24be pcm_s32le pcm_s32be pcm_s64le pcm_s64be "
+    "pcm_f32le pcm_f32be pcm_f64le pcm_f64be pcm_mulaw pcm_alaw".split()
+)
+"""Codecs that are read: the library's several hundred others are where decoders crash."""
+
+
+class Reader:
+    """The item's bytes as the file that a demuxer reads, with the wall clock looked at on every read."""
+
+    def __init__(self, data: memoryview, deadline: Deadline) -> None:
+        self._data = data
+        self._deadline = deadline
+        self._at = 0
+
+    def read(self, size: int) -> bytes:
+        """At most `size` bytes."""
+        self._deadline.check()
+        block = bytes(self._data[self._at : self._at + size])
+        self._at += len(block)
+        return block
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """Moves, as `io.IOBase.seek`."""
+        self._deadline.check()
+        at = offset + (0, self._at, len(self._data))[whence]
+        if at < 0:
+            raise ValueError(f"a demuxer asked for byte {at}")
+        self._at = at
+        return at
+
+    def tell(self) -> int:
+        """The current byte."""
+        return self._at
+
+
+@functools.cache
+def codecs() -> Any:
+    """The PyAV module, imported on first use, its log switched off: with Python's logging it can deadlock between threads."""
+    import av
+    import av.logging
+
+    av.logging.set_level(None)
+    return av
+
+
+@contextmanager
+def media_errors() -> Generator[None]:
+    """Turns what PyAV raises into the kinds of `DecodeError`."""
+    av = codecs()
+    try:
+        yield
+    except DecodeError:
+        raise
+    except (MemoryError, OverflowError) as error:
+        raise DecodeError("too_large", f"codec: {error}") from error
+    except (av.error.PatchWelcomeError, av.error.NotImplementedError, av.error.LookupError) as error:
+        raise DecodeError("unsupported", f"codec: {error}") from error
+    except av.error.EOFError as error:
+        raise DecodeError("truncated", f"codec: {error}") from error
+    except (av.error.FFmpegError, ValueError, OSError, RuntimeError) as error:
+        raise DecodeError("corrupt", f"codec: {error}") from error
+
+
+@contextmanager
+def opened(kind: Format, data: memoryview, options: DecodeOptions, deadline: Deadline) -> Generator[Any]:
+    """The container, closed on the way out even when decoding is left early.
+
+    Raises:
+        DecodeError: its header is refused.
+    """
+    limits = {"max_pixels": str(options.max_pixels), "threads": "1"}
+    with media_errors():
+        container = codecs().open(Reader(data, deadline), "r", format=_DEMUXERS[kind], options=limits, metadata_errors="ignore")
+        try:
+            yield container
+        finally:
+            container.close()
+
+
+def find_stream(container: Any, kind: str) -> Any:
+    """The best stream of `kind`, ready to decode with one thread; cover art is none.
+
+    Raises:
+        DecodeError: there is no such stream, or its codec is not read.
+    """
+    av = codecs()
+    cover = av.stream.Disposition.attached_pic
+    streams = [stream for stream in getattr(container.streams, kind) if not stream.disposition & cover]
+    if not streams:
+        raise DecodeError("no_stream", f"the file has no {kind} stream")
+    best = container.streams.best(kind)
+    stream = best if best in streams else streams[0]
+    context = stream.codec_context
+    if context is None or context.name not in _CODECS:
+        name = "none" if context is None else context.name
+        raise DecodeError("unsupported", f"{kind} codec {name}")
+    context.thread_count = 1
+    return stream

@@ -1,0 +1,103 @@
+"""Recordings to one rate: soxr at its high-quality setting, fed in blocks, flushed, exact in length, cut where the row is full."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treadle.decoders.errors import DecodeError
+
+Mono = NDArray[np.float32]
+LEAST_RATE_HZ, MOST_RATE_HZ = 1_000, 1_000_000
+
+
+def resampled_count(count: int, rate_hz: int, target_hz: int) -> int:
+    """Samples that `count` samples become: their time, rounded up to a whole sample."""
+    return -(-count * target_hz // rate_hz)
+
+
+class Resampler:
+    """One run of samples of a constant rate, answered at `target_hz`."""
+
+    def __init__(self, rate_hz: int, target_hz: int) -> None:
+        if not LEAST_RATE_HZ <= rate_hz <= MOST_RATE_HZ:
+            raise DecodeError("unsupported", f"a sample rate of {rate_hz} Hz (read: {LEAST_RATE_HZ} to {MOST_RATE_HZ})")
+        self._rate_hz, self._target_hz = rate_hz, target_hz
+        self._taken = self._given = 0
+        self._stream: Any = None
+        if rate_hz != target_hz:
+            import soxr
+
+            self._stream = soxr.ResampleStream(rate_hz, target_hz, 1, "float32", "HQ")
+
+    def feed(self, block: Mono) -> Mono:
+        """The samples that are settled after `block`."""
+        self._taken += len(block)
+        if self._stream is None:
+            return block
+        out: Mono = self._stream.resample_chunk(block)
+        self._given += len(out)
+        return out
+
+    def flush(self) -> Mono:
+        """The samples that were waiting for the filter's tail, up to the run's exact length."""
+        if self._stream is None:
+            return np.empty(0, np.float32)
+        left = resampled_count(self._taken, self._rate_hz, self._target_hz) - self._given
+        # The library rounds a run's length; silence behind it yields the sample that rounding down would lose.
+        silence = np.zeros(2 + 2 * self._rate_hz // self._target_hz, np.float32)
+        out: Mono = self._stream.resample_chunk(silence, last=True)
+        return out[: max(left, 0)]
+
+
+def gather(blocks: Iterable[tuple[int, Mono]], target_hz: int, wanted: int) -> tuple[Mono, bool]:
+    """The first `wanted` samples of consecutive `(rate, mono samples)` blocks at `target_hz`, and whether there were more.
+
+    A run of blocks of one rate is one signal; reading stops as soon as the answer is settled.
+    """
+    parts: list[Mono] = []
+    have, rate_hz = 0, 0
+    resampler: Resampler | None = None
+    for rate, block in blocks:
+        if resampler is None or rate != rate_hz:
+            if resampler is not None:
+                parts.append(resampler.flush())
+                have += len(parts[-1])
+            resampler, rate_hz = Resampler(rate, target_hz), rate
+        parts.append(resampler.feed(block))
+        have += len(parts[-1])
+        if have > wanted:
+            break
+    else:
+        if resampler is not None:
+            parts.append(resampler.flush())
+            have += len(parts[-1])
+    joined = parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.empty(0, np.float32)
+    return np.clip(joined[:wanted], -1.0, 1.0), have > wanted
+
+
+def to_mono(samples: NDArray[Any], channels: int, *, planar: bool) -> Mono:
+    """The plain average of the channels as float32, integers scaled to [-1, 1).
+
+    Raises:
+        DecodeError: a sample is NaN or infinite.
+    """
+    scale, bias = _SCALES.get(samples.dtype.str[1:], (1.0, 0.0))
+    work = np.float64 if samples.dtype.itemsize > 4 else np.float32
+    rows = samples.reshape(channels, -1) if planar else samples.reshape(-1, channels).T
+    mono = rows[0].astype(work)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for row in rows[1:]:
+            mono += row
+        if bias:
+            mono -= bias * channels
+        mono *= scale / channels
+        # One sum tells of any NaN or infinity in it at a tenth of the cost of looking at each sample.
+        if samples.dtype.kind == "f" and not np.isfinite(mono.sum(dtype=np.float64)):
+            raise DecodeError("corrupt", "a sample is not finite")
+    return np.ascontiguousarray(np.clip(mono, -_LOUDEST, _LOUDEST) if work is np.float64 else mono, np.float32)
+
+
+_SCALES = {"u1": (1 / 128, 128.0), "i2": (1 / 2**15, 0.0), "i4": (1 / 2**31, 0.0), "i8": (1 / 2**63, 0.0)}
+_LOUDEST = 1e30

@@ -1,0 +1,133 @@
+"""Whether a container is whole, read from its own sizes: codec libraries answer what they find of a cut file and say nothing."""
+
+import numpy as np
+
+from treadle.decoders.errors import DecodeError
+from treadle.decoders.limits import Deadline, DecodeOptions
+from treadle.decoders.sniff import Format
+
+_TS_PACKET_BYTES = 188
+_SEGMENT, _CLUSTER = 0x18538067, 0x1F43B675
+_CHECK_EVERY = 4096
+
+
+def check_whole(kind: Format, data: memoryview, options: DecodeOptions, deadline: Deadline) -> bool:
+    """Whether the container's end is there.
+
+    Raises:
+        DecodeError: it is not and the options are strict, nothing can be decoded without it, or the structure is damaged.
+    """
+    lack = ""
+    if kind == "mp4":
+        lack = _mp4_lack(data, options, deadline)
+    elif kind == "matroska":
+        lack = _matroska_lack(data, options, deadline)
+    elif kind == "mpegts":
+        lack = _mpegts_lack(data)
+    elif kind == "avi":
+        lack = _riff_lack(data, options)
+    if lack and options.strict:
+        raise DecodeError("truncated", lack)
+    return not lack
+
+
+def _mp4_lack(data: memoryview, options: DecodeOptions, deadline: Deadline) -> str:
+    """Walks the top-level boxes; bytes after the index and the media that are no box are none of the clip's."""
+    at, size = 0, len(data)
+    index = media = False
+    lack = ""
+    for count in range(options.max_chunks):
+        if count % _CHECK_EVERY == 0:
+            deadline.check()
+        if at + 8 > size:
+            if at < size and not (index and media):
+                lack = "the file ends inside a box"
+            break
+        length, header = int.from_bytes(data[at : at + 4], "big"), 8
+        kind = bytes(data[at + 4 : at + 8])
+        if length == 1:
+            length, header = int.from_bytes(data[at + 8 : at + 16], "big"), 16
+        elif length == 0:
+            length = size - at
+        known = all(32 <= byte < 127 for byte in kind)
+        if length < header or not known:
+            if index and media:
+                break
+            raise DecodeError("corrupt", f"box {kind!r} of {length} bytes at byte {at}")
+        if at + length > size:
+            if not (index and media) or kind in (b"mdat", b"moof", b"moov"):
+                lack = f"box {kind!r} at byte {at} needs {at + length - size} bytes more than the file has"
+                index = index or kind == b"moov"
+            break
+        index = index or kind == b"moov"
+        media = media or kind == b"mdat"
+        at += length
+    else:
+        raise DecodeError("too_large", f"more than max_chunks {options.max_chunks} boxes")
+    if not index:
+        raise DecodeError("truncated", lack or "the file has no index (moov)")
+    return lack
+
+
+def _matroska_lack(data: memoryview, options: DecodeOptions, deadline: Deadline) -> str:
+    """Walks the elements flatly: a segment is entered, and so is a cluster of unknown size, as live writers leave them."""
+    at, size, end = 0, len(data), len(data)
+    for count in range(options.max_chunks):
+        if count % _CHECK_EVERY == 0:
+            deadline.check()
+        if at >= end:
+            return ""
+        identity, id_bytes = _vint(data, at, keep_marker=True)
+        length, length_bytes = _vint(data, at + id_bytes, keep_marker=False)
+        if id_bytes == 0 or length_bytes == 0:
+            if at + 12 > size:
+                return "the file ends inside an element's header"
+            raise DecodeError("corrupt", f"no Matroska element at byte {at}")
+        body = at + id_bytes + length_bytes
+        unknown = length == (1 << 7 * length_bytes) - 1
+        if identity == _SEGMENT:
+            if not unknown:
+                if body + length > size:
+                    return f"the segment needs {body + length - size} bytes more than the file has"
+                # What follows the segment is none of the clip's.
+                end = body + length
+            at = body
+        elif unknown:
+            if identity != _CLUSTER:
+                raise DecodeError("corrupt", f"a Matroska element of unknown size at byte {at}")
+            at = body
+        else:
+            at = body + length
+            if at > size:
+                return f"the element at byte {body - id_bytes - length_bytes} needs {at - size} bytes more than the file has"
+    raise DecodeError("too_large", f"more than max_chunks {options.max_chunks} elements")
+
+
+def _vint(data: memoryview, at: int, *, keep_marker: bool) -> tuple[int, int]:
+    """A Matroska variable-length integer and its bytes; 0 bytes where there is none."""
+    if at >= len(data) or data[at] == 0:
+        return 0, 0
+    count = 9 - data[at].bit_length()
+    if at + count > len(data):
+        return 0, 0
+    value = int.from_bytes(data[at : at + count], "big")
+    return (value if keep_marker else value & ((1 << 7 * count) - 1)), count
+
+
+def _mpegts_lack(data: memoryview) -> str:
+    whole = len(data) // _TS_PACKET_BYTES
+    if not (np.frombuffer(data, np.uint8, whole * _TS_PACKET_BYTES)[::_TS_PACKET_BYTES] == 0x47).all():
+        raise DecodeError("corrupt", "a transport packet does not begin with its sync byte")
+    return "the file ends inside a transport packet" if len(data) % _TS_PACKET_BYTES else ""
+
+
+def _riff_lack(data: memoryview, options: DecodeOptions) -> str:
+    at = 0
+    for _ in range(options.max_chunks):
+        if bytes(data[at : at + 4]) != b"RIFF" or at + 12 > len(data):
+            break
+        length = int.from_bytes(data[at + 4 : at + 8], "little")
+        at += 8 + length + (length & 1)
+        if at > len(data) + 1:
+            return f"the RIFF form needs {at - len(data)} bytes more than the file has"
+    return ""

@@ -1,0 +1,173 @@
+"""`treadle train`: a run from a TOML file and/or flags; alone, as one process per GPU, or as a rank."""
+
+import os
+import shlex
+from pathlib import Path
+from typing import Any
+
+import click
+
+from treadle.launch.config import ConfigError
+from treadle.launch.flags import CONTEXT, Suggesting, configuration, flags, take_flags
+from treadle.launch.settings import RunSettings
+from treadle.launch.toml_text import template
+
+STOPPED_VARIABLE = "TREADLE_STOPPED_FILE"
+"""Where rank 0 tells the process that started it that a stop went well."""
+
+
+@click.command("train", cls=Suggesting, context_settings=CONTEXT)
+@click.argument("config", required=False, type=click.Path(path_type=Path))
+@click.option("--resume", "resume", metavar="PATH", type=click.Path(path_type=Path), help="Go on from a run's folder, or from a checkpoint.")
+@click.option("--nodes", metavar="N", type=int, help="Short for --workers.nodes.")
+@click.option("--node-rank", metavar="R", type=int, help="Short for --workers.node_rank.")
+@click.option("--rendezvous", metavar="HOST:PORT", help="Short for --workers.rendezvous.")
+@click.option("--steps", metavar="N", type=int, help="Short for --trainer.schedule.steps.")
+@click.option("--template", "show_template", is_flag=True, help="Print a configuration file of every field with its meaning, and stop.")
+@click.option("--show", "show_config", is_flag=True, help="Print the configuration that would run, resolved, and stop.")
+@flags(RunSettings)
+def train_command(config: Path | None, resume: Path | None, show_template: bool, show_config: bool, **parameters: Any) -> None:
+    """Train a tower on shards.
+
+    CONFIG is a TOML file; every key of it is also a flag, and flags win. With --resume the run's own configuration is read where none is
+    given. One process per GPU is started; with --nodes, --node-rank and --rendezvous the same command joins other machines, one command
+    per node; under torchrun or SLURM this process is a rank.
+    """
+    if show_template:
+        click.echo(template(RunSettings))
+        return
+    settings, checkpoint = _settings(config, resume, parameters)
+    if show_config:
+        from treadle.launch.toml_text import to_tree, toml_text
+
+        click.echo(toml_text(to_tree(settings.resolved())), nl=False)
+        return
+    _start(settings, checkpoint)
+
+
+def _settings(config: Path | None, resume: Path | None, parameters: dict[str, Any]) -> tuple[RunSettings, Path | None]:
+    from treadle.launch.checkpoints import find_checkpoint
+    from treadle.launch.training import CONFIG_NAME
+
+    given = take_flags(RunSettings, parameters)
+    by_name = {leaf.name: leaf for leaf in _leaves()}
+    for short, name in _SHORT.items():
+        if parameters.get(short) is not None:
+            given.append((by_name[name], parameters[short]))
+    checkpoint = None
+    if resume is not None:
+        checkpoint = find_checkpoint(resume)
+        if config is None:
+            folder = resume if resume.is_dir() else checkpoint.parent.parent
+            config = folder / CONFIG_NAME
+            if not config.is_file():
+                raise ConfigError(f"{config}: no configuration beside the checkpoint: name the TOML file of the run as well")
+    settings = configuration(RunSettings, config, given)
+    if checkpoint is None and settings.trainer.resume is not None:
+        checkpoint = find_checkpoint(Path(settings.trainer.resume))
+    return settings, checkpoint
+
+
+_SHORT = {
+    "nodes": "workers.nodes",
+    "node_rank": "workers.node_rank",
+    "rendezvous": "workers.rendezvous",
+    "steps": "trainer.schedule.steps",
+}
+
+
+def _leaves() -> "list[Any]":
+    from treadle.launch.config import leaves
+
+    return leaves(RunSettings)
+
+
+def _start(settings: RunSettings, checkpoint: Path | None) -> None:
+    from treadle.launch import workers
+
+    os.environ.update(workers.adopt_slurm(os.environ))
+    role = workers.role(settings.workers, os.environ)
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    if checkpoint is None and restarted:
+        checkpoint = _latest_of(settings.output)
+    elif checkpoint is None:
+        refuse_used(settings.output)
+    if role == "launcher":
+        workers.start_ranks(settings.workers, _rank_arguments(settings, checkpoint), STOPPED_VARIABLE)
+        return
+    train_here(settings, checkpoint)
+
+
+def refuse_used(output: Path) -> None:
+    """Refuses to write a new run over another.
+
+    Raises:
+        ConfigError: the folder holds a run.
+    """
+    from treadle.launch.checkpoints import FOLDER
+
+    if any((output / FOLDER).glob("*.safetensors")):
+        raise ConfigError(
+            f"{output}: holds a run already: go on with `treadle train --resume {shlex.quote(str(output))}`, or choose another --output"
+        )
+
+
+def _latest_of(output: Path) -> Path | None:
+    from treadle.launch.checkpoints import find_checkpoint
+
+    try:
+        return find_checkpoint(output)
+    except ValueError:
+        return None  # it failed before its first checkpoint
+
+
+def _rank_arguments(settings: RunSettings, checkpoint: Path | None) -> list[str]:
+    """The command that every rank runs: the resolved configuration, in a file beside the run."""
+    from treadle.launch.files import make_folder, write_text
+    from treadle.launch.toml_text import to_tree, toml_text
+
+    make_folder(settings.output)
+    # A name per node: nodes may share the folder.
+    path = settings.output / f".ranks-{settings.workers.node_rank}.toml"
+    write_text(path, toml_text(to_tree(settings)))
+    return ["train", str(path), *(["--resume", str(checkpoint)] if checkpoint is not None else [])]
+
+
+def train_here(settings: RunSettings, checkpoint: Path | None) -> None:
+    """Trains in this process and says how it ended."""
+    from treadle.launch.signals import StopRequest
+    from treadle.launch.training import Run
+
+    with StopRequest() as stop:
+        run = Run(settings, resume=checkpoint, stop=stop)
+        result = run.run()
+    if int(os.environ.get("RANK", "0")):
+        return
+    if result.stopped:
+        click.echo(f"stopped by {result.stopped} after step {result.step}; everything is saved in {result.last}")
+        click.echo(f"resume with: {resume_command(settings.output)}")
+        if marker := os.environ.get(STOPPED_VARIABLE):
+            Path(marker).touch()
+        return
+    _tell(settings, result)
+
+
+def resume_command(output: Path) -> str:
+    """What to type to go on with a run."""
+    return f"treadle train --resume {shlex.quote(str(output))}"
+
+
+def _tell(settings: RunSettings, result: "Any") -> None:
+    from treadle.launch.report import recall_table
+
+    if result.held_out is not None and result.held_out.pairs:
+        recall_table(result.held_out.pairs, f"held-out recall after step {result.step}")
+    output = settings.output
+    click.echo(f"trained to step {result.step} in {result.seconds:.0f} s")
+    click.echo(f"  checkpoint   {result.last}")
+    if result.best is not None:
+        click.echo(f"  best         {result.best} (step {result.best_step})")
+    click.echo(f"  metrics      {output / 'metrics.jsonl'}")
+    click.echo(f"  curves       tensorboard --logdir {shlex.quote(str(output / 'tensorboard'))}")
+    click.echo(f"  config       {output / 'config.toml'}")
+    click.echo(f"  go on with   {resume_command(output)} --trainer.schedule.steps N")

@@ -1,0 +1,334 @@
+"""A training run of one rank: stream, trainer, checkpoints, evaluations and logs, from the first step or from where it stopped.
+
+    shards -> ShardStream -> Trainer.fit -> on_step: metrics, checkpoints, held-out evaluations, stop requests
+"""
+
+import logging
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+
+from treadle.launch.checkpoints import FOLDER, Checkpoints
+from treadle.launch.files import make_folder, write_text
+from treadle.launch.held_out import HeldOut, HeldOutResult
+from treadle.launch.report import Bar, Number, RunLog
+from treadle.launch.settings import DataSettings, RunSettings
+from treadle.launch.signals import StopRequest
+from treadle.launch.toml_text import to_tree, toml_text
+from treadle.model import Mesh, StepResult, Trainer
+from treadle.model.checkpoint import read_checkpoint
+from treadle.model.config import LateInteraction
+from treadle.pipeline import PackedBatch, PackedReader, ShardStream, Source, StreamState
+from treadle.shape import BatchShape, Objective
+
+logger = logging.getLogger(__name__)
+
+CONFIG_NAME = "config.toml"
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """How a run ended."""
+
+    step: int
+    stopped: str
+    """The signal that stopped it; empty where it ran to its end."""
+    last: Path
+    best: Path | None
+    best_step: int | None
+    held_out: HeldOutResult | None
+    """The evaluation of the last step."""
+    seconds: float
+
+
+@dataclass(slots=True)
+class _Meter:
+    """What went into the steps since the last row of metrics."""
+
+    began_s: float
+    steps: int = 0
+    tokens: int = 0
+    bags: int = 0
+    fill: float = 0.0
+    wait_s: float = 0.0
+    """Waited for batches."""
+
+    def rates(self) -> dict[str, Number]:
+        elapsed_s = max(time.monotonic() - self.began_s, 1e-9)
+        steps = max(self.steps, 1)
+        return {
+            "step_s": elapsed_s / steps,
+            "tokens_per_s": self.tokens / elapsed_s,
+            "samples_per_s": self.bags / elapsed_s,
+            "fill": self.fill / steps,
+            "input_wait_share": min(1.0, self.wait_s / elapsed_s),
+        }
+
+
+class Run:
+    """One rank's run. Make it, then `run()`."""
+
+    def __init__(self, settings: RunSettings, *, resume: Path | None = None, stop: StopRequest | None = None, quiet: bool = False) -> None:
+        self.settings = settings
+        self._resume = resume
+        self._stop = stop if stop is not None else StopRequest()
+        self._quiet = quiet
+        self._fatal: BaseException | None = None
+
+    def run(self) -> RunResult:
+        """Trains until the schedule ends, the data end or somebody asks to stop; saves in every case.
+
+        Raises:
+            ValueError: the configuration does not fit the data, the checkpoint or the other ranks.
+            StorageFileError: a checkpoint could not be read or written.
+        """
+        settings = self.settings
+        with ExitStack() as stack:
+            mesh = stack.enter_context(Mesh.bootstrap(settings.mesh, device=settings.trainer.device))
+            world = mesh.world
+            first = world.rank == 0
+            if first:
+                # Held-out shards that are missing are told now, not hours later.
+                self._held_out = HeldOut.read(settings.held_out, settings.trainer) if settings.held_out.sources else None
+                make_folder(settings.output)
+                make_folder(settings.output / FOLDER)
+            config = replace(settings.trainer, mesh=mesh, resume=self._resume or settings.trainer.resume, progress=None)
+            stream = stack.enter_context(_opened(settings, world.rank, world.size))
+            self._trainer = trainer = stack.enter_context(Trainer(config))
+            if trainer.stream_state is not None:
+                stream.load_state(trainer.stream_state)
+            self._checkpoints = Checkpoints(settings.output, settings.keep)
+            self._log: RunLog | None = None
+            if first:
+                write_text(settings.output / CONFIG_NAME, toml_text(to_tree(settings.resolved())))
+                self._log = stack.enter_context(RunLog(settings.output, after_step=trainer.steps_done))
+            if trainer.steps_done:
+                self._checkpoints.forget_after(trainer.steps_done)
+            total = settings.trainer.schedule.steps
+            self._bar = stack.enter_context(Bar("training", total, quiet=self._quiet or not first))
+            self._bar.at(trainer.steps_done)
+            return self._train(stream)
+
+    def _train(self, stream: "_Batches") -> RunResult:
+        trainer, began_s = self._trainer, time.monotonic()
+        self._meter = _Meter(began_s)
+        self._result: HeldOutResult | None = None
+        self._evaluated_step = -1
+        trainer.fit(self._metered(stream), on_step=self._on_step)
+        if not self._stop:
+            self._evaluate()
+        self._checkpoints.save(trainer)
+        return RunResult(
+            step=trainer.steps_done,
+            stopped=self._stop.name if self._stop and trainer.steps_done < self.settings.trainer.schedule.steps else "",
+            last=self._checkpoints.last,
+            best=self._checkpoints.best,
+            best_step=self._checkpoints.best_step,
+            held_out=self._result,
+            seconds=time.monotonic() - began_s,
+        )
+
+    def _metered(self, stream: "_Batches") -> Iterator[PackedBatch]:
+        batches = iter(stream)
+        while not self._stop:
+            asked_s = time.monotonic()
+            batch = next(batches, None)
+            self._meter.wait_s += time.monotonic() - asked_s
+            if batch is None:
+                return
+            self._meter.tokens += batch.tokens
+            self._meter.bags += batch.bags
+            self._meter.fill += max(batch.fill.values(), default=0.0)
+            yield batch
+
+    def _on_step(self, result: StepResult) -> bool:
+        settings, trainer = self.settings, self._trainer
+        step = trainer.steps_done
+        self._meter.steps += 1
+        if step % settings.log_every == 0:
+            self._write_row(result)
+        else:
+            self._bar.at(step)
+        if settings.evaluate_every and step % settings.evaluate_every == 0:
+            self._evaluate()
+        if step % settings.save_every == 0:
+            self._checkpoints.save(trainer)
+        return not self._stop
+
+    def _write_row(self, result: StepResult) -> None:
+        stats = result.stats
+        rates = self._meter.rates()
+        values: dict[str, Number] = {name: getattr(stats, name) for name in _STATISTICS}
+        values = {name: value for name, value in values.items() if value or name in _ALWAYS}
+        for name, temperatures in (("", self._trainer.network.temperatures), ("token_", self._trainer.network.token_temperatures)):
+            if temperatures is not None:
+                values[f"{name}inverse_temperature"] = float(temperatures.log_scale_G.detach()[0].exp())
+                values[f"{name}bias"] = float(temperatures.bias_G.detach()[0])
+        if self._log is not None:
+            self._log.row(stats.step, "train", values | rates)
+        for refusal in stats.refusals:
+            self._bar.say(f"step {stats.step}: an update was refused: {refusal}")
+        self._bar.at(stats.step, f"loss {stats.loss:.4g}, {rates['tokens_per_s']:,.0f} tokens/s")
+        self._meter = _Meter(time.monotonic())
+
+    def _evaluate(self) -> None:
+        """Evaluates on rank 0 while the others wait, and keeps the checkpoint where it is the best yet (collective)."""
+        trainer, settings = self._trainer, self.settings
+        step = trainer.steps_done
+        if not settings.held_out.sources or step == self._evaluated_step:
+            return
+        self._evaluated_step = step
+        began_s, value = time.monotonic(), None
+        if trainer.world.rank == 0:
+            assert self._held_out is not None
+            bf16 = (settings.trainer.precision or ("bf16" if trainer.device.type == "cuda" else "fp32")) == "bf16"
+            result = self._held_out.evaluate(trainer.network, trainer.device, bf16=bf16)
+            self._result = result
+            value = result.value(settings.held_out.best_by, settings.trainer.objective)
+            if self._log is not None:
+                self._log.row(step, "held_out", result.record() | {"evaluation_s": time.monotonic() - began_s})
+            self._bar.say(f"step {step}: {summary(result, settings.trainer.objective)}")
+        better = value is not None and (self._checkpoints.best_value is None or value > self._checkpoints.best_value)
+        if trainer.world.exchange([int(better)])[0][0]:
+            # Every rank takes part in a save; only rank 0 knows the value.
+            self._checkpoints.offer(trainer, value if value is not None else float("inf"))
+        # What evaluation took is no step's time.
+        self._meter.began_s += time.monotonic() - began_s
+
+
+_STATISTICS = (
+    "loss",
+    "contrastive_loss",
+    "masked_text_loss",
+    "masked_image_loss",
+    "masked_video_loss",
+    "masked_audio_loss",
+    "late_interaction_loss",
+    "choices_loss",
+    "learning_rate",
+    "gradient_norm",
+    "truncated",
+    "dropped",
+    "skipped",
+)
+_ALWAYS = ("loss", "learning_rate", "gradient_norm", "truncated", "dropped", "skipped")
+
+
+def summary(result: HeldOutResult, objective: Objective) -> str:
+    """An evaluation in one line."""
+    text = f"held-out loss {result.loss:.4g}"
+    if objective is not Objective.MASKED and result.pairs:
+        shown = ", ".join(f"{a} to {b} {100 * pair.recall[1]:.0f} %" for (a, b), pair in result.pairs.items())
+        text += f"; recall@1 {shown}"
+    return text
+
+
+class _Batches:
+    """What a rank reads: a stream of shards, or packed batches. A context manager."""
+
+    def __init__(self, source: ShardStream | PackedReader, data: DataSettings, rank: int, world_size: int) -> None:
+        self._source, self._data, self._rank, self._world_size = source, data, rank, world_size
+
+    def __enter__(self) -> "_Batches":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if isinstance(self._source, ShardStream):
+            self._source.close()
+
+    def load_state(self, state: StreamState) -> None:
+        """Goes on after the batch that carried `state`."""
+        self._source.load_state(state)
+
+    def __iter__(self) -> Iterator[PackedBatch]:
+        if isinstance(self._source, ShardStream):
+            yield from self._source
+            return
+        epoch = 0
+        while self._data.epochs is None or epoch < self._data.epochs:
+            seen = 0
+            for batch in self._dealt(self._source):
+                seen += 1
+                yield batch
+            if not seen:
+                return
+            epoch += 1
+            self._source.load_position(replace(self._source.position, shard=0, batch=0, offset=0))
+
+    def _dealt(self, reader: PackedReader) -> Iterable[PackedBatch]:
+        """Of packed batches rank r of W takes every W-th, from the r-th on."""
+        shards = reader.index["shards"] if reader.index else []
+        place = sum(int(shard["batches"]) for shard in shards[: reader.position.shard]) + reader.position.batch
+        for batch in reader:
+            if place % self._world_size == self._rank:
+                yield batch
+            place += 1
+
+
+def _opened(settings: RunSettings, rank: int, world_size: int) -> _Batches:
+    data, trainer = settings.data, settings.trainer
+    if data.packed:
+        reader = PackedReader(data.packed, on_error=data.on_error)
+        return _Batches(reader, data, rank, world_size)
+    late = trainer.late_interaction.resolved(trainer.batch.resolved()) if trainer.late_interaction.weight > 0 else None
+    stream = open_stream(data, trainer.batch, late, max_edges=trainer.contrastive.max_edges_per_device, rank=rank, world_size=world_size)
+    return _Batches(stream, data, rank, world_size)
+
+
+def open_stream(
+    data: DataSettings,
+    shape: BatchShape,
+    late_interaction: LateInteraction | None = None,
+    *,
+    max_edges: int = 0,
+    rank: int = 0,
+    world_size: int = 1,
+) -> ShardStream:
+    """The stream of one rank.
+
+    Raises:
+        ValueError: a pattern names no shard, or there are more ranks than lanes.
+    """
+    return ShardStream(
+        stream_sources(data),
+        shape,
+        seed=data.seed,
+        rank=rank,
+        world_size=world_size,
+        lanes=data.lanes,
+        shuffle=data.shuffle,
+        shuffle_bytes=data.shuffle_bytes,
+        epochs=data.epochs,
+        threads=data.threads,
+        processes=data.processes,
+        schema=data.schema,
+        options=data.decode,
+        on_error=data.on_error,
+        # Ranks write a file each: appending from several machines to one would tear lines.
+        quarantine=data.quarantine if data.quarantine is None or world_size == 1 else f"{data.quarantine}.{rank}",
+        window=data.window,
+        max_edges=data.max_edges or max_edges,
+        late_interaction=late_interaction,
+    )
+
+
+def stream_sources(data: DataSettings) -> list[str] | list[Source]:
+    """The sources of a stream: one that is neither weighted nor repeats is plain URLs, which need no blend."""
+    if len(data.sources) == 1 and data.sources[0].weight == 1 and not data.sources[0].repeat:
+        return list(data.sources[0].urls)
+    return [Source(list(source.urls), weight=source.weight, repeat=source.repeat) for source in data.sources]
+
+
+def check_resume(path: Path) -> int:
+    """The step of a checkpoint that is to be resumed, read whole, so that a damaged one is told before anything is made.
+
+    Raises:
+        StorageFileError: it is damaged or no checkpoint.
+    """
+    return read_checkpoint(path).step
+
+
+__all__ = ["CONFIG_NAME", "Run", "RunResult", "check_resume", "stream_sources", "summary"]

@@ -1,0 +1,103 @@
+"""How a command becomes the processes of a run: one per GPU, on one machine or several, or a rank that somebody else started."""
+
+import logging
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+from treadle.launch.settings import WorkerSettings
+
+logger = logging.getLogger(__name__)
+
+SAVING_S = 600
+"""How long a rank that was asked to stop may take to save before it is killed, seconds."""
+
+
+class RankFailedError(RuntimeError):
+    """A rank ended badly."""
+
+
+def adopt_slurm(environment: Mapping[str, str]) -> dict[str, str]:
+    """torchrun's variables from SLURM's, for a task of `srun`; empty where there is no such task or torchrun's are set already."""
+    tasks = environment.get("SLURM_NTASKS", environment.get("SLURM_NPROCS", "1"))
+    if "RANK" in environment or "SLURM_PROCID" not in environment or "SLURM_STEP_ID" not in environment or tasks == "1":
+        return {}
+    nodes = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_NODELIST", "localhost"))
+    # Jobs of one user on one machine must not meet: the port follows the job's number.
+    job = re.sub(r"\D", "", environment.get("SLURM_JOB_ID", "")) or "0"
+    return {
+        "RANK": environment["SLURM_PROCID"],
+        "WORLD_SIZE": tasks,
+        "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
+        "MASTER_ADDR": environment.get("MASTER_ADDR", first_host(nodes)),
+        "MASTER_PORT": environment.get("MASTER_PORT", str(20_000 + int(job) % 20_000)),
+    }
+
+
+def first_host(nodes: str) -> str:
+    """The first machine of a SLURM node list: `gpu[003-007,9],cpu1` begins with `gpu003`."""
+    match = re.match(r"([^\[,]+)(?:\[([^\],-]+))?", nodes)
+    return f"{match.group(1)}{match.group(2) or ''}" if match else "localhost"
+
+
+def count_gpus() -> int:
+    """CUDA devices of this machine that PyTorch can use."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def role(settings: WorkerSettings, environment: Mapping[str, str]) -> Literal["rank", "launcher", "alone"]:
+    """What this process is: a rank that somebody started, the one that starts the ranks, or the whole run."""
+    if "RANK" in environment or "WORLD_SIZE" in environment:
+        return "rank"
+    return "launcher" if settings.nodes > 1 or processes_here(settings) > 1 else "alone"
+
+
+def processes_here(settings: WorkerSettings) -> int:
+    """Processes to start on this machine."""
+    return settings.processes or max(1, count_gpus())
+
+
+def start_ranks(settings: WorkerSettings, arguments: Sequence[str], stopped_variable: str) -> None:
+    """Runs `treadle ARGUMENTS` once per process through PyTorch's elastic launcher, and waits for all of them.
+
+    The launcher passes SIGINT and SIGTERM on to every rank and waits for it to save. Ranks tell a stop that went well by a file, whose
+    name `stopped_variable` holds for them: the launcher itself only knows that it was interrupted.
+
+    Raises:
+        RankFailedError: a rank failed; its own message stands above.
+    """
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    host, _, port = settings.rendezvous.rpartition(":")
+    config = LaunchConfig(
+        min_nodes=settings.nodes,
+        max_nodes=settings.nodes,
+        nproc_per_node=processes_here(settings),
+        run_id=f"treadle-{port}" if settings.nodes > 1 else f"treadle-{os.getpid()}",
+        rdzv_backend="c10d",
+        rdzv_endpoint=f"{host}:{port}" if settings.nodes > 1 else "127.0.0.1:0",
+        rdzv_configs={"is_host": settings.node_rank == 0},
+        max_restarts=settings.max_restarts,
+    )
+    with tempfile.TemporaryDirectory(prefix="treadle-") as folder:
+        marker = Path(folder) / "stopped"
+        # PYTHONSAFEPATH keeps the current folder off the ranks' import path.
+        os.environ |= {stopped_variable: str(marker), "PYTHONSAFEPATH": "1"}
+        os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SAVING_S))
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes_here(settings))))
+        try:
+            elastic_launch(config, sys.executable)("-m", "treadle.launch", *arguments)
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            raise RankFailedError(f"rank {rank} failed with exit code {failure.exitcode}: its message stands above") from error
+        except SignalException as error:
+            if not marker.exists() and settings.node_rank == 0:
+                raise RankFailedError(f"stopped by {error.sigval.name} before rank 0 had saved") from error

@@ -1,0 +1,198 @@
+"""What the masked objective hides: spans of text and media positions, by draws keyed by item and step alone.
+
+Every draw is Philox4x32-10 under key (seed low, seed high) at counter words `(draw index, item id low, item id high, step * 16 + purpose)`,
+the last modulo 2^32, so that it does not matter how items are packed, dealt to ranks or ordered.
+
+| purpose | draw index | words |
+|---|---|---|
+| SPANS 0 | number of the span, from 0 | 0: start `floor(u n)`; 1: length |
+| SHOW 1 | number of the byte in its text | 0: `u` against the fractions, its low byte the random byte |
+| MEDIA 2 | number of the token, or tube column `h * W + w` | 0: the k smallest are masked, ties by lower index |
+
+Suffixes: P positions, S segments, T covered text positions, J drawn spans, N candidates of a choice, C segments that take part.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from treadle.kernels.philox import philox4x32
+from treadle.model.config import Masking
+from treadle.model.initial import seed_key
+from treadle.model.layout import BatchLayout
+from treadle.shape import Modality
+
+SPANS, SHOW, MEDIA = 0, 1, 2
+
+MASK_BYTE = 256
+"""Row of the byte table that a hidden byte shows."""
+
+_WORD = 2**32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Corruption:
+    """The positions of a batch that are hidden, each list ascending."""
+
+    covered_T: Tensor
+    """int64: text positions that are scored."""
+    shown_T: Tensor
+    """int64: the byte that each shows, or `MASK_BYTE`."""
+    target_T: Tensor
+    """int64: the byte that is there."""
+    masked_image: Tensor
+    """int64: image positions that show the learned vector."""
+    masked_video: Tensor
+    """int64"""
+    masked_audio: Tensor
+    """int64"""
+
+
+def hidden_count(size: Tensor, share: float) -> Tensor:
+    """How many of `size` candidates are hidden: `size * round(10000 share) // 10000`, held between 1 and `size - 1`; 0 of one."""
+    count = torch.div(size * round(10_000 * share), 10_000, rounding_mode="floor")
+    return torch.minimum(count.clamp(min=1), size - 1).clamp(min=0)
+
+
+def corrupt(layout: BatchLayout, masking: Masking, seed: int, step: int) -> Corruption:
+    """Draws what `step` hides of a batch. An item that makes a choice is left as it is."""
+    masking = masking.resolved()
+    draws = _Draws(layout, seed, step)
+    covered_T = _cover_spans(layout, draws, masking.token_mask_probability, masking.token_mean_span)
+    segment_T, byte_T = layout.token_of(covered_T)
+    target_T = layout.tape.index_select(0, layout.tape_offsets_S1.index_select(0, segment_T) + byte_T).long()
+    word_T = draws.words(SHOW, byte_T, segment_T)[0]
+    replaced = masking.replace_fraction
+    shown_T = torch.where(word_T < _threshold(replaced + masking.random_fraction), word_T & 0xFF, target_T)
+    shown_T = torch.where(word_T < _threshold(replaced), MASK_BYTE, shown_T)
+    return Corruption(
+        covered_T=covered_T,
+        shown_T=shown_T,
+        target_T=target_T,
+        masked_image=_mask_media(layout, draws, Modality.IMAGE, masking.image_mask_ratio),
+        masked_video=_mask_media(layout, draws, Modality.VIDEO, masking.video_mask_ratio),
+        masked_audio=_mask_media(layout, draws, Modality.AUDIO, masking.audio_mask_ratio),
+    )
+
+
+def _threshold(fraction: float) -> int:
+    """The word w below which `w / 2^32 < fraction`."""
+    return math.ceil(fraction * _WORD)
+
+
+class _Draws:
+    """The draws of one batch at one step."""
+
+    def __init__(self, layout: BatchLayout, seed: int, step: int) -> None:
+        self._key = seed_key(seed)
+        self._step = step
+        self._low_S, self._high_S = layout.id_S & 0xFFFFFFFF, (layout.id_S >> 32) & 0xFFFFFFFF
+
+    def words(self, purpose: int, index_N: Tensor, segment_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Words 0 and 1 of draws `index` of the items in `segment`."""
+        last = torch.full_like(index_N, (self._step * 16 + purpose) % _WORD)
+        low_N, high_N = self._low_S.index_select(0, segment_N), self._high_S.index_select(0, segment_N)
+        words = philox4x32(self._key, index_N, low_N, high_N, last)
+        return words[0], words[1]
+
+
+def _free_segments(layout: BatchLayout, modality: Modality) -> Tensor:
+    """The segments of a modality that make no choice."""
+    free_S = (layout.modality_S == modality) & (layout.choice_offsets_S1[1:] == layout.choice_offsets_S1[:-1])
+    return free_S.nonzero()[:, 0]
+
+
+def _spread(count_C: Tensor) -> tuple[Tensor, Tensor]:
+    """For runs of `count` entries back to back: the run of every entry, and its number within the run."""
+    owner_N = torch.repeat_interleave(count_C)
+    first_C = count_C.cumsum(0) - count_C
+    return owner_N, torch.arange(owner_N.numel(), device=count_C.device) - first_C.index_select(0, owner_N)
+
+
+@lru_cache(maxsize=8)
+def _length_bounds(mean_span: float, longest: int) -> tuple[int, ...]:
+    """Descending bounds b_1, b_2, ...: a span is as long as one plus the number of bounds that `2^32 - word` does not pass.
+
+    `floor(log(1 - u) / log(q)) >= t` where `1 - u <= q^t`, so that lengths come from integers alone, alike on every device.
+    """
+    q = 1 - 1 / mean_span
+    bounds: list[int] = []
+    while len(bounds) < longest and (bound := math.floor(_WORD * q ** (len(bounds) + 1))) >= 1:
+        bounds.append(bound)
+    return tuple(bounds)
+
+
+def _cover_spans(layout: BatchLayout, draws: _Draws, share: float, mean_span: float) -> Tensor:
+    """The covered text positions: spans in turn, each covering what it finds uncovered, until the text's count is reached."""
+    segment_C = _free_segments(layout, Modality.TEXT)
+    size_C = layout.tokens_S.index_select(0, segment_C)
+    count_C = hidden_count(size_C, share)
+    keep = count_C > 0
+    segment_C, size_C, count_C = segment_C[keep], size_C[keep], count_C[keep]
+    if not segment_C.numel():
+        return segment_C
+    device = segment_C.device
+    rising = torch.tensor(_length_bounds(mean_span, layout.shape.max_columns_per_row)[::-1], dtype=torch.int64, device=device)
+    byte_first_C = size_C.cumsum(0) - size_C
+    never = torch.iinfo(torch.int64).max
+    # The first span that covers each byte of the texts, which lie back to back here.
+    first_span = torch.full((int(size_C.sum()),), never, dtype=torch.int64, device=device)
+    open_C = torch.arange(segment_C.numel(), device=device)
+    drawn = 0
+    batch = max(2, math.ceil(-1.5 * math.log(max(1 - share, 1e-3)) * float(size_C.double().mean()) / mean_span))
+    while open_C.numel():
+        # A few spans more than needed change nothing: bytes are taken in the order of the spans below.
+        number_J = torch.arange(drawn, drawn + batch, device=device).repeat(open_C.numel())
+        owner_J = open_C.repeat_interleave(batch)
+        start_word, length_word = draws.words(SPANS, number_J, segment_C.index_select(0, owner_J))
+        size_J = size_C.index_select(0, owner_J)
+        start_J = (start_word * size_J) >> 32
+        length_J = 1 + rising.numel() - torch.searchsorted(rising, _WORD - length_word)
+        length_J = torch.minimum(length_J, size_J - start_J)
+        span_N, offset_N = _spread(length_J)
+        byte_N = (byte_first_C.index_select(0, owner_J) + start_J).index_select(0, span_N) + offset_N
+        first_span.scatter_reduce_(0, byte_N, number_J.index_select(0, span_N), "amin")
+        covered = torch.zeros(first_span.numel() + 1, dtype=torch.int64, device=device)
+        torch.cumsum(first_span != never, 0, out=covered[1:])
+        reached_C = covered[byte_first_C + size_C] - covered[byte_first_C]
+        open_C = (reached_C < count_C).nonzero()[:, 0]
+        drawn += batch
+        batch = min(2 * batch, 1 << 16)
+
+    byte_N = (first_span != never).nonzero()[:, 0]
+    owner_N = torch.repeat_interleave(size_C).index_select(0, byte_N)
+    # Texts in turn; in each, bytes by the span that took them, then by place: the first `count` are covered.
+    order_N = torch.argsort(first_span.index_select(0, byte_N), stable=True)
+    order_N = order_N.index_select(0, torch.argsort(owner_N.index_select(0, order_N), stable=True))
+    byte_N, owner_N = byte_N.index_select(0, order_N), owner_N.index_select(0, order_N)
+    chosen = _rank(owner_N, segment_C.numel()) < count_C.index_select(0, owner_N)
+    byte_N, owner_N = byte_N[chosen], owner_N[chosen]
+    start_C = layout.start_S.index_select(0, segment_C) + 1 - byte_first_C
+    return (start_C.index_select(0, owner_N) + byte_N).sort().values
+
+
+def _rank(owner_N: Tensor, num_owners: int) -> Tensor:
+    """Number of each entry within its run of equal owners."""
+    count_C = torch.bincount(owner_N, minlength=num_owners)
+    first_C = count_C.cumsum(0) - count_C
+    return torch.arange(owner_N.numel(), device=owner_N.device) - first_C.index_select(0, owner_N)
+
+
+def _mask_media(layout: BatchLayout, draws: _Draws, modality: Modality, ratio: float) -> Tensor:
+    """The masked positions of one modality; a clip's draw is shared by all tubes of a column."""
+    segment_C = _free_segments(layout, modality)
+    tokens_C = layout.tokens_S.index_select(0, segment_C)
+    deep_C = layout.grid_S3[:, 0].long().index_select(0, segment_C) if modality is Modality.VIDEO else torch.ones_like(tokens_C)
+    size_C = torch.div(tokens_C, deep_C, rounding_mode="floor")
+    owner_N, index_N = _spread(size_C)
+    word_N = draws.words(MEDIA, index_N, segment_C.index_select(0, owner_N))[0]
+    order_N = torch.argsort((owner_N << 32) | word_N, stable=True)
+    chosen_N = order_N[_rank(owner_N, segment_C.numel()) < hidden_count(size_C, ratio).index_select(0, owner_N)]
+    owner_N, index_N = owner_N.index_select(0, chosen_N), index_N.index_select(0, chosen_N)
+    column_N, tube_N = _spread(deep_C.index_select(0, owner_N))
+    owner_N = owner_N.index_select(0, column_N)
+    token_N = tube_N * size_C.index_select(0, owner_N) + index_N.index_select(0, column_N)
+    return (layout.start_S.index_select(0, segment_C).index_select(0, owner_N) + 1 + token_N).sort().values

@@ -1,0 +1,58 @@
+"""Calls that run in order on one worker thread, and the answers that they owe."""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Generic, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class Deferred(Generic[T]):
+    """The answer of a call that may still be running."""
+
+    def __init__(self, future: "Future[T]") -> None:
+        self._future = future
+
+    def result(self, timeout_s: float | None = None) -> T:
+        """Waits for the call and answers its value, or raises what it raised.
+
+        Raises:
+            TimeoutError: the call is not done within `timeout_s`; it goes on.
+        """
+        return self._future.result(timeout_s)
+
+    def done(self) -> bool:
+        """Whether the call has ended, with a value or an error."""
+        return self._future.done()
+
+
+class Worker:
+    """One thread that runs what it is given, in the order given.
+
+    Everything that touches a trainer's state runs here, so that a caller interrupted while it waits never leaves half a step behind.
+    """
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self._executor = ThreadPoolExecutor(1, name, initializer=_use, initargs=(device,))
+
+    def submit(self, call: Callable[[], T]) -> Deferred[T]:
+        """Queues `call`; it computes with as many threads as the caller has now."""
+        threads = torch.get_num_threads()
+
+        def run() -> T:
+            if torch.get_num_threads() != threads:
+                torch.set_num_threads(threads)
+            return call()
+
+        return Deferred(self._executor.submit(run))
+
+    def close(self) -> None:
+        """Waits for what was queued and ends the thread."""
+        self._executor.shutdown(wait=True)
+
+
+def _use(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)

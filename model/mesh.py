@@ -1,0 +1,403 @@
+"""The world of ranks that train one tower together: how it meets, and the few collectives that a step needs.
+
+Only this file imports torch.distributed, and only when there is more than one process. A world of one is the identity, so that the step
+is written once. Device tensors travel by NCCL or gloo; what the host knows anyway (counts, flags) travels by gloo, without waiting for
+the device.
+
+Suffixes: N items of the whole world, S of this rank, D any width.
+"""
+
+import json
+import logging
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from treadle.model.config import require_number
+from treadle.model.mesh_rendezvous import meet
+from treadle.shape import require_count
+
+logger = logging.getLogger(__name__)
+
+BUCKET_BYTES = 25 * 2**20
+"""Gradients are summed in slices of this many bytes, cut at the same places in every step."""
+
+MAX_MESSAGE_BYTES = 2**36
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeshOptions:
+    """How this process finds its world."""
+
+    host_domain_index: int = 0
+    """This process's number among those that meet in `directory`; its rank."""
+    host_domain_count: int = 1
+    """Processes that meet in `directory`."""
+    directory: str | Path | None = None
+    """A folder that all processes see; None reads torchrun's environment, and without one runs this process alone."""
+    job: str = ""
+    """The run's name: processes of other jobs may use the same folder."""
+    timeout_s: float = 300.0
+    """How long to wait for the others before naming the missing, seconds."""
+    collective_timeout_s: float = 1800.0
+    """How long a collective may wait for a rank, seconds."""
+
+    def __post_init__(self) -> None:
+        require_count("MeshOptions", "host_domain_count", self.host_domain_count, 1, 2**24 - 1)
+        require_count("MeshOptions", "host_domain_index", self.host_domain_index, 0)
+        if self.host_domain_index >= self.host_domain_count:
+            raise ValueError(
+                f"MeshOptions.host_domain_index is {self.host_domain_index}: it must be below host_domain_count, {self.host_domain_count}"
+            )
+        if self.directory is None and self.host_domain_count > 1:
+            raise ValueError(
+                f"MeshOptions.host_domain_count is {self.host_domain_count} but directory is None: name a folder to meet in, or use torchrun"
+            )
+        require_number("MeshOptions", "timeout_s", self.timeout_s, 0)
+        require_number("MeshOptions", "collective_timeout_s", self.collective_timeout_s, 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeshDescription:
+    """What a world is made of."""
+
+    world_size: int
+    rank: int
+    hosts: int
+    """Machines."""
+    backend: str
+    """`nccl` or `gloo`; `none` for a process alone."""
+    gpu_class: str
+    """The architecture of this process's device, such as `sm_90`; `cpu` without one."""
+    multimem_tier: str
+    """`multicast` where the GPUs of a host can reduce in the switch, else `none`."""
+
+
+class World:
+    """A world of one process: every collective is the identity. `ProcessWorld` is the rest."""
+
+    rank = 0
+    size = 1
+
+    def gather(self, x_SD: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
+        """All ranks' rows in rank order, `[N, ...]`; differentiable, the backward pass sums over ranks what each took from a row.
+
+        Args:
+            sizes: rows of each rank, where the caller knows them; exchanged otherwise.
+        """
+        del sizes
+        return x_SD
+
+    def all_sum(self, x: Tensor) -> Tensor:
+        """The sum over ranks, the same bits on all; in place."""
+        return x
+
+    def all_max(self, x: Tensor) -> Tensor:
+        """The largest over ranks, element by element; in place."""
+        return x
+
+    def sum_gradients(self, flat: Tensor) -> None:
+        """Sums a flat gradient over ranks, in place, slice by slice."""
+
+    def barrier(self) -> None:
+        """Waits for all ranks."""
+
+    def exchange(self, values: Sequence[int]) -> list[list[int]]:
+        """Every rank's integers, by rank; all ranks give equally many. Host only."""
+        return [list(values)]
+
+    def exchange_bytes(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes, by rank, of any lengths. Host only."""
+        return [data]
+
+    def collect_bytes(self, data: bytes) -> list[bytes] | None:
+        """Every rank's bytes, by rank, on rank 0 alone; None elsewhere. Host only, one rank at a time."""
+        return [data]
+
+
+class ProcessWorld(World):
+    """The ranks of torch's default process group."""
+
+    def __init__(self, device: torch.device) -> None:
+        import torch.distributed as dist
+
+        self._dist = dist
+        self._device = device
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
+
+    def gather(self, x_SD: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
+        if sizes is None:
+            sizes = [row[0] for row in self.exchange([x_SD.shape[0]])]
+        gathered: Tensor = _Gather.apply(x_SD, self, list(sizes))
+        return gathered
+
+    def all_sum(self, x: Tensor) -> Tensor:
+        self._dist.all_reduce(x)
+        return x
+
+    def all_max(self, x: Tensor) -> Tensor:
+        self._dist.all_reduce(x, op=self._dist.ReduceOp.MAX)
+        return x
+
+    def sum_gradients(self, flat: Tensor) -> None:
+        step = BUCKET_BYTES // flat.element_size()
+        waits = [self._dist.all_reduce(flat[at : at + step], async_op=True) for at in range(0, flat.numel(), step)]
+        for wait in filter(None, waits):
+            wait.wait()
+
+    def barrier(self) -> None:
+        self.exchange([0])
+
+    def exchange(self, values: Sequence[int]) -> list[list[int]]:
+        mine = torch.tensor(list(values), dtype=torch.int64)
+        everyone = [torch.empty_like(mine) for _ in range(self.size)]
+        self._dist.all_gather(everyone, mine)
+        return [row.tolist() for row in everyone]
+
+    def exchange_bytes(self, data: bytes) -> list[bytes]:
+        lengths = [row[0] for row in self.exchange([len(data)])]
+        padded = _to_tensor(data, max(lengths))
+        everyone = [torch.empty_like(padded) for _ in range(self.size)]
+        self._dist.all_gather(everyone, padded)
+        return [row[:length].numpy().tobytes() for row, length in zip(everyone, lengths, strict=True)]
+
+    def collect_bytes(self, data: bytes) -> list[bytes] | None:
+        lengths = [row[0] for row in self.exchange([len(data)])]
+        if self.rank:
+            if data:
+                self._dist.send(_to_tensor(data, len(data)), dst=0)
+            return None
+        parts = [data]
+        for rank in range(1, self.size):
+            part = torch.empty(lengths[rank], dtype=torch.uint8)
+            if lengths[rank]:
+                self._dist.recv(part, src=rank)
+            parts.append(part.numpy().tobytes())
+        return parts
+
+    def gather_rows(self, x: Tensor, sizes: list[int]) -> Tensor:
+        """`gather` without a gradient."""
+        most = max(sizes)
+        padded = x.new_zeros((most, *x.shape[1:]))
+        padded[: x.shape[0]] = x
+        everyone = [torch.empty_like(padded) for _ in sizes]
+        self._dist.all_gather(everyone, padded)
+        return torch.cat([rows[:size] for rows, size in zip(everyone, sizes, strict=True)])
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: "torch.autograd.function.FunctionCtx", x: Tensor, world: ProcessWorld, sizes: list[int]) -> Tensor:
+        first = sum(sizes[: world.rank])
+        ctx.place = (world, first, first + x.shape[0])  # type: ignore[attr-defined]
+        return world.gather_rows(x.detach(), sizes)
+
+    @staticmethod
+    def backward(ctx: "torch.autograd.function.FunctionCtx", *gradients: Tensor) -> tuple[Tensor, None, None]:
+        # A reduce-scatter over uneven rows is a sum whose other rows are thrown away: gloo has no better one, and N * D floats are
+        # little beside a gradient.
+        world, first, last = ctx.place  # type: ignore[attr-defined]
+        summed = world.all_sum(gradients[0].contiguous().clone())
+        return summed[first:last], None, None
+
+
+def _to_tensor(data: bytes, length: int) -> Tensor:
+    if length > MAX_MESSAGE_BYTES:
+        raise ValueError(f"a message of {length} bytes passes the limit of {MAX_MESSAGE_BYTES}")
+    array = np.zeros(length, dtype=np.uint8)
+    array[: len(data)] = np.frombuffer(data, dtype=np.uint8)
+    return torch.from_numpy(array)
+
+
+class Mesh:
+    """The processes of one run and their connection; one device each. A context manager that leaves the world at its end."""
+
+    def __init__(self, world: World, device: torch.device, hosts: int, backend: str) -> None:
+        self.world = world
+        self.device = device
+        """This process's device: CUDA where there is one."""
+        self._hosts = hosts
+        self._backend = backend
+
+    @classmethod
+    def bootstrap(cls, options: MeshOptions | None = None, *, device: str | torch.device | None = None) -> "Mesh":
+        """Meets the other processes: through a shared folder when the options name one, else by torchrun's environment.
+
+        Without either, the mesh is this process alone. `device` forces a kind of device; None takes CUDA where there is one.
+
+        Raises:
+            ValueError: torchrun's environment is incomplete, or the processes contradict each other.
+            PeersMissingError: not all came within the time-out; the message names them.
+        """
+        options = options or MeshOptions()
+        if options.directory is not None:
+            return _bootstrap_by_folder(options, device)
+        if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
+            return _bootstrap_by_environment(options, device)
+        return cls(World(), _pick_device(device, 0), 1, "none")
+
+    @property
+    def rank(self) -> int:
+        return self.world.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.world.size
+
+    def describe(self) -> MeshDescription:
+        """What this world is made of."""
+        gpu_class, multimem_tier = "cpu", "none"
+        if self.device.type == "cuda":
+            major, minor = torch.cuda.get_device_capability(self.device)
+            gpu_class = f"sm_{major}{minor}"
+            # Switches that reduce came with Hopper; a process alone has nobody to reduce with.
+            multimem_tier = "multicast" if major >= 9 and self.world.size > self._hosts else "none"
+        return MeshDescription(
+            world_size=self.world.size,
+            rank=self.world.rank,
+            hosts=self._hosts,
+            backend=self._backend,
+            gpu_class=gpu_class,
+            multimem_tier=multimem_tier,
+        )
+
+    def close(self) -> None:
+        """Leaves the world; nothing else may use it afterwards."""
+        if self.world.size > 1:
+            import torch.distributed as dist
+
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        self.world = World()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def require_same(world: World, what: Mapping[str, object]) -> None:
+    """Compares a JSON-able description over ranks.
+
+    Raises:
+        ValueError: ranks differ, on every rank; the message names the rank, the field and both values.
+    """
+    texts = world.exchange_bytes(json.dumps(what, sort_keys=True).encode())
+    first = _flatten(json.loads(texts[0]))
+    differences: list[str] = []
+    for rank, text in enumerate(texts):
+        if text != texts[0]:
+            other = _flatten(json.loads(text))
+            for name in sorted(first.keys() | other.keys()):
+                if first.get(name) != other.get(name):
+                    differences.append(f"{name} is {other.get(name)!r} on rank {rank} and {first.get(name)!r} on rank 0")
+    if differences:
+        raise ValueError("ranks disagree: " + "; ".join(differences[:8]) + ": start every rank with one configuration and one version")
+
+
+def _flatten(value: object, prefix: str = "") -> dict[str, object]:
+    if not isinstance(value, dict):
+        return {prefix: value}
+    flat: dict[str, object] = {}
+    for name, part in value.items():
+        flat |= _flatten(part, f"{prefix}.{name}" if prefix else str(name))
+    return flat
+
+
+def _pick_device(device: str | torch.device | None, local_index: int) -> torch.device:
+    picked = torch.device(device) if device is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if picked.type == "cuda":
+        if str(picked) == "cuda":
+            picked = torch.device("cuda", local_index % max(1, torch.cuda.device_count()))
+        torch.cuda.set_device(picked)
+    return picked
+
+
+def _backend_for(device: torch.device) -> str:
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
+def _bootstrap_by_environment(options: MeshOptions, device: str | torch.device | None) -> Mesh:
+    import torch.distributed as dist
+
+    numbers: dict[str, int] = {}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        text = os.environ.get(name, "0" if name == "LOCAL_RANK" else "")
+        if not text.isdigit():
+            raise ValueError(f"environment variable {name} is {text!r}: torchrun sets RANK, WORLD_SIZE and LOCAL_RANK to whole numbers")
+        numbers[name] = int(text)
+    if numbers["RANK"] >= numbers["WORLD_SIZE"]:
+        raise ValueError(f"environment variable RANK is {numbers['RANK']}: it must be below WORLD_SIZE, {numbers['WORLD_SIZE']}")
+    picked = _pick_device(device, numbers["LOCAL_RANK"])
+    if numbers["WORLD_SIZE"] == 1:
+        return Mesh(World(), picked, 1, "none")
+    if not dist.is_initialized():
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            if not os.environ.get(name):
+                raise ValueError(f"environment variable {name} is not set: start the process with torchrun, or set it to rank 0's")
+        dist.init_process_group(
+            _backend_for(picked),
+            rank=numbers["RANK"],
+            world_size=numbers["WORLD_SIZE"],
+            timeout=timedelta(seconds=options.collective_timeout_s),
+        )
+    return _joined(picked)
+
+
+def _bootstrap_by_folder(options: MeshOptions, device: str | torch.device | None) -> Mesh:
+    if options.host_domain_count == 1:
+        return Mesh(World(), _pick_device(device, 0), 1, "none")
+    assert options.directory is not None
+    import torch.distributed as dist
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # re-exported without saying so
+
+    stores: list[TCPStore] = []
+    timeout = timedelta(seconds=options.collective_timeout_s)
+
+    def open_store(hosts: list[str]) -> tuple[str, int]:
+        address = "127.0.0.1" if len(set(hosts)) == 1 else _own_address()
+        store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        stores.append(store)
+        return address, store.port
+
+    index, count = options.host_domain_index, options.host_domain_count
+    meeting = meet(options.directory, options.job, index, count, options.timeout_s, open_store)
+    if not stores:
+        stores.append(TCPStore(meeting.address, meeting.port, is_master=False, wait_for_workers=False, timeout=timeout))
+    local_index = meeting.hosts[:index].count(meeting.hosts[index])
+    picked = _pick_device(device, local_index)
+    dist.init_process_group(
+        _backend_for(picked), store=PrefixStore(meeting.nonce, stores[0]), rank=index, world_size=count, timeout=timeout
+    )
+    mesh = _joined(picked)
+    meeting.close()
+    return mesh
+
+
+def _own_address() -> str:
+    """The address by which other machines reach this one, as far as the routing table tells."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # nothing is sent: connecting a datagram socket only picks the route
+            return str(probe.getsockname()[0])
+        except OSError:
+            return socket.gethostbyname(socket.gethostname())
+
+
+def _joined(device: torch.device) -> Mesh:
+    world = ProcessWorld(device)
+    hosts = len(set(world.exchange_bytes(socket.gethostname().encode())))
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    logger.info("rank %d of %d on %s, %d hosts, %s", world.rank, world.size, device, hosts, backend)
+    return Mesh(world, device, hosts, backend)

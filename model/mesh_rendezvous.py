@@ -1,0 +1,195 @@
+"""How processes that share only a folder find each other: files, nonces, no clocks.
+
+Process 0 writes a call with a fresh nonce. Every other process answers every call it sees with its own fresh nonce; so an answer to this
+call can only come from a process that lives now, and files that an earlier run left are never mistaken for peers. When all have answered,
+process 0 writes an agreement that lists the nonces; a process accepts only an agreement, or a refusal, that lists its own.
+"""
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+POLL_S = 0.02
+MAX_POLL_S = 0.5
+MAX_FILE_BYTES = 1 << 20
+MAX_NAMED_PEERS = 16
+REFUSAL_GRACE_S = 2.0
+"""How much longer than process 0 the others wait, to hear from it who was missing."""
+
+_JOB = re.compile(r"[A-Za-z0-9._-]{0,100}")
+
+OpenStore = Callable[[list[str]], tuple[str, int]]
+"""`open_store(hosts)` starts what the processes will connect to and answers its address and port."""
+
+
+class RendezvousError(ValueError):
+    """The processes cannot form one world: duplicate indices or different counts."""
+
+
+class PeersMissingError(TimeoutError):
+    """Some processes did not come within the time-out; the message names them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """What the processes agreed on."""
+
+    address: str
+    port: int
+    nonce: str
+    """The call's, unique to this meeting."""
+    hosts: tuple[str, ...]
+    """Host name by index."""
+    _written: list[Path] = field(repr=False)
+
+    def close(self) -> None:
+        """Removes this process's files; call it once every process has joined."""
+        for path in self._written:
+            path.unlink(missing_ok=True)
+
+
+def meet(directory: str | Path, job: str, index: int, count: int, timeout_s: float, open_store: OpenStore) -> Meeting:
+    """Meets the `count` processes of `job` in `directory`, as number `index`.
+
+    Raises:
+        ValueError: the job's name cannot be a folder's.
+        RendezvousError: two processes came with one index, or with different counts; raised by all of them.
+        PeersMissingError: not all came within `timeout_s`; the message names the missing.
+        OSError: the folder cannot be written.
+    """
+    if not _JOB.fullmatch(job) or job in (".", ".."):
+        raise ValueError(f"MeshOptions.job is {job!r}: it must be letters, digits, '.', '_' and '-', at most 100")
+    folder = Path(directory) / (f"treadle-{job}" if job else "treadle")
+    folder.mkdir(parents=True, exist_ok=True)
+    me = _Party(folder, index, count, time.monotonic() + timeout_s, timeout_s)
+    try:
+        return me.host(open_store) if index == 0 else me.join()
+    except BaseException:
+        for path in me.written:
+            if not path.name.startswith("refuse."):
+                path.unlink(missing_ok=True)
+        raise
+
+
+class _Party:
+    def __init__(self, folder: Path, index: int, count: int, deadline: float, timeout_s: float) -> None:
+        self.folder = folder
+        self.index = index
+        self.count = count
+        self.deadline = deadline
+        self.timeout_s = timeout_s
+        self.nonce = secrets.token_hex(8)
+        self.written: list[Path] = []
+        self._answered: set[str] = set()
+        self._wait_s = POLL_S
+
+    def host(self, open_store: OpenStore) -> Meeting:
+        self._write(f"call.{self.nonce}.json", {"count": self.count})
+        while True:
+            self._answer_calls()
+            answers = self._answers(self.nonce)
+            members = {self.nonce: 0, **{nonce: index for nonce, (index, _, _) in answers.items()}}
+            problem = self._problem(answers)
+            if problem:
+                self._write(f"refuse.{self.nonce}.json", {"members": list(members), "reason": problem})
+                raise RendezvousError(problem)
+            if len(members) == self.count:
+                hosts = {0: socket.gethostname(), **{index: host for index, _, host in answers.values()}}
+                ordered = [hosts[i] for i in range(self.count)]
+                address, port = open_store(ordered)
+                agreement = {"members": list(members), "address": address, "port": port, "hosts": ordered}
+                self._write(f"agree.{self.nonce}.json", agreement)
+                return Meeting(address, port, self.nonce, tuple(ordered), self.written)
+            if time.monotonic() > self.deadline:
+                reason = self._missing(sorted(set(range(self.count)) - set(members.values())))
+                self._write(f"refuse.{self.nonce}.json", {"members": list(members), "reason": reason, "missing": True})
+                raise PeersMissingError(reason)
+            self._pause()
+
+    def join(self) -> Meeting:
+        while True:
+            self._answer_calls()
+            for path in self.folder.glob("refuse.*.json"):
+                note = _read(path)
+                if self._concerns_me(note):
+                    reason = str(note.get("reason"))
+                    raise PeersMissingError(reason) if note.get("missing") else RendezvousError(reason)
+            for path in self.folder.glob("agree.*.json"):
+                note = _read(path)
+                if self._concerns_me(note):
+                    return self._accept(path, note)
+            if time.monotonic() > self.deadline + REFUSAL_GRACE_S:
+                raise PeersMissingError(self._missing([0]))
+            self._pause()
+
+    def _accept(self, path: Path, note: dict[str, object]) -> Meeting:
+        address, port, hosts = note.get("address"), note.get("port"), note.get("hosts")
+        if not isinstance(address, str) or not isinstance(port, int) or not isinstance(hosts, list):
+            raise RendezvousError(f"{path}: the agreement is broken; use another directory or job name")
+        return Meeting(address, port, path.name.split(".")[1], tuple(map(str, hosts)), self.written)
+
+    def _concerns_me(self, note: dict[str, object]) -> bool:
+        members = note.get("members")
+        return isinstance(members, list) and self.nonce in members
+
+    def _answer_calls(self) -> None:
+        for path in self.folder.glob("call.*.json"):
+            caller = path.name.split(".")[1]
+            if caller != self.nonce and caller not in self._answered:
+                self._answered.add(caller)
+                reply = {"index": self.index, "count": self.count, "host": socket.gethostname()}
+                self._write(f"reply.{caller}.{self.nonce}.json", reply)
+
+    def _answers(self, call: str) -> dict[str, tuple[int, int, str]]:
+        found: dict[str, tuple[int, int, str]] = {}
+        for path in self.folder.glob(f"reply.{call}.*.json"):
+            note = _read(path)
+            index, count, host = note.get("index"), note.get("count"), note.get("host")
+            if isinstance(index, int) and isinstance(count, int) and isinstance(host, str):
+                found[path.name.split(".")[2]] = (index, count, host)
+        return found
+
+    def _problem(self, answers: dict[str, tuple[int, int, str]]) -> str:
+        taken = {0: socket.gethostname()}
+        for index, count, host in answers.values():
+            if count != self.count:
+                return f"process {index} on {host} expects {count} processes, process 0 expects {self.count}: start all with one count"
+            if index in taken:
+                return f"two processes came as number {index}, on {taken[index]} and on {host}: give each its own host_domain_index"
+            taken[index] = host
+        return ""
+
+    def _missing(self, indices: list[int]) -> str:
+        named = ", ".join(map(str, indices[:MAX_NAMED_PEERS])) + (", ..." if len(indices) > MAX_NAMED_PEERS else "")
+        return (
+            f"{len(indices)} of {self.count} processes did not come to {self.folder} within {self.timeout_s:g} s: "
+            f"host_domain_index {named}; check that they run, with this directory and job name"
+        )
+
+    def _write(self, name: str, note: Mapping[str, object]) -> None:
+        target = self.folder / name
+        beside = self.folder / f".{name}.{self.nonce}"
+        beside.write_text(json.dumps(note))
+        os.replace(beside, target)
+        self.written.append(target)
+
+    def _pause(self) -> None:
+        time.sleep(self._wait_s)
+        self._wait_s = min(MAX_POLL_S, self._wait_s * 1.2)
+
+
+def _read(path: Path) -> dict[str, object]:
+    """A note's fields; a file that vanished or holds something else has none."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        if path.stat().st_size <= MAX_FILE_BYTES:
+            note = json.loads(path.read_bytes())
+            if isinstance(note, dict):
+                return note
+    return {}

@@ -1,0 +1,206 @@
+"""One bag, decoded: payloads, the positions they take, and relations by place in the bag."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treadle.decoders import DecodeError, DecodeOptions, Payload, decode
+from treadle.decoders.errors import DecodeErrorKind
+from treadle.pipeline.items import Edges, Relations, StepItems
+from treadle.shape import BatchShape, Modality
+
+OnError = Literal["raise", "drop"]
+
+
+class ItemDecodeError(DecodeError):
+    """A `DecodeError` that knows which of a step's items it is about."""
+
+    def __init__(self, kind: DecodeErrorKind, detail: str, index: int = -1) -> None:
+        super().__init__(kind, detail)
+        self.index = index
+        """The item's place among the step's items."""
+
+
+class EdgeColumns(NamedTuple):
+    """Edges written out: one entry per edge, ascending by (source, target)."""
+
+    sources: NDArray[np.int64]
+    targets: NDArray[np.int64]
+    weights: NDArray[np.float32]
+
+    @classmethod
+    def of(cls, edges: Edges) -> "EdgeColumns":
+        """The edges of a set in compressed sparse rows."""
+        if not len(edges):
+            return NO_EDGES
+        return cls(edges.sources(), edges.ids.astype(np.int64), edges.weights_or_ones())
+
+    def remapped(self, place_of: NDArray[np.int64]) -> "EdgeColumns":
+        """These edges between new places; an edge with an end at place -1 is gone."""
+        sources, targets = place_of[self.sources], place_of[self.targets]
+        kept = (sources >= 0) & (targets >= 0)
+        sources, targets, weights = sources[kept], targets[kept], self.weights[kept]
+        order = np.lexsort((targets, sources))
+        return EdgeColumns(sources[order], targets[order], weights[order])
+
+
+NO_EDGES = EdgeColumns(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32))
+NO_RELATIONS = (NO_EDGES, NO_EDGES, NO_EDGES)
+
+RelationColumns = tuple[EdgeColumns, EdgeColumns, EdgeColumns]
+"""attract, repel, ignore."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class DecodedBag:
+    """Items that land in one batch together, decoded. Every list has one entry per item that decoded."""
+
+    modalities: list[int]
+    payloads: list[Payload]
+    lengths: list[int]
+    """Positions: the prefix, the tokens, and the mask position where the item offers choices."""
+    items: list[int]
+    """Each item's number in the step, or in its sample."""
+    ids: list[int] | None
+    """Global item ids; None: the item's index in its batch."""
+    groups: list[int]
+    temperature_groups: list[int]
+    sides: list[int]
+    choices: list[bytes]
+    """Legal bytes, empty where the item makes no choice."""
+    choice_targets: list[NDArray[np.float32]]
+    relations: RelationColumns = NO_RELATIONS
+    """Edges between places in this bag."""
+    dropped: int = 0
+    """Items that did not decode."""
+    dropped_edges: int = 0
+    """Edges to and from them."""
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def tokens(self, place: int) -> int:
+        """Tokens of one item: its positions less the prefix and the mask."""
+        return self.lengths[place] - 1 - (1 if self.choices[place] else 0)
+
+
+_NO_TARGETS = np.zeros(0, np.float32)
+
+
+def relation_columns(relations: Relations) -> RelationColumns:
+    """All three edge sets written out."""
+    if not (len(relations.attract) or len(relations.repel) or len(relations.ignore)):
+        return NO_RELATIONS
+    return EdgeColumns.of(relations.attract), EdgeColumns.of(relations.repel), EdgeColumns.of(relations.ignore)
+
+
+def item_choices(items: StepItems, item: int) -> tuple[bytes, NDArray[np.float32]]:
+    """One item's legal bytes and their targets; both empty where it makes no choice."""
+    if items.choices is None or items.choice_targets is None:
+        return b"", _NO_TARGETS
+    data, offsets = items.choices
+    targets, target_offsets = items.choice_targets
+    legal = data[int(offsets[item]) : int(offsets[item + 1])].tobytes()
+    return legal, targets[int(target_offsets[item]) : int(target_offsets[item + 1])]
+
+
+def decode_items(
+    items: StepItems,
+    shape: BatchShape,
+    options: DecodeOptions,
+    *,
+    on_error: OnError = "raise",
+    on_drop: Callable[[int, DecodeError], None] | None = None,
+) -> list[Payload | None]:
+    """Every item's payload, None for one that does not decode under `on_error="drop"`.
+
+    Raises:
+        ValueError: an item does not suit the shape, as `StepItems.check`.
+        DecodeError: an item does not decode and `on_error` is "raise" (an `ItemDecodeError`: its `index` says which).
+    """
+    if on_error not in ("raise", "drop"):
+        raise ValueError(f'on_error is {on_error!r}: it must be "raise" or "drop"')
+    items.check(shape)
+    payloads: list[Payload | None] = []
+    for item, kind in enumerate(items.modalities.tolist()):
+        try:
+            payloads.append(decode(Modality(kind), items.content(item), shape, options, "head" if item_choices(items, item)[0] else "tail"))
+        except DecodeError as error:
+            if on_error == "raise":
+                raise ItemDecodeError(error.kind, f"item {item}: {error.detail}", item) from error
+            if on_drop is not None:
+                on_drop(item, error)
+            payloads.append(None)
+    return payloads
+
+
+
+
+def assemble_bag(items: StepItems, payloads: Sequence[Payload | None], members: Sequence[int] | None = None) -> DecodedBag:
+    """The bag of the items whose payload is there; `members` picks some of the step's items and leaves relations out."""
+    chosen = range(len(items)) if members is None else members
+    kept = [item for item in chosen if payloads[item] is not None]
+    found: list[Payload] = [payload for item in kept if (payload := payloads[item]) is not None]
+    legal: list[bytes] = []
+    targets: list[NDArray[np.float32]] = []
+    for item in kept:
+        entry, wanted = item_choices(items, item)
+        legal.append(entry)
+        targets.append(wanted)
+    lengths: list[int] = []
+    for payload, entry in zip(found, legal, strict=True):
+        frames, high, wide = payload.grid
+        lengths.append(1 + frames * high * wide + (1 if entry else 0))
+    relations, lost = NO_RELATIONS, 0
+    if members is None:
+        relations = relation_columns(items.relations)
+        if len(kept) < len(items) and relations is not NO_RELATIONS:
+            place_of = np.full(len(items), -1, np.int64)
+            place_of[kept] = np.arange(len(kept))
+            before = sum(len(edges.sources) for edges in relations)
+            attract, repel, ignore = relations
+            relations = attract.remapped(place_of), repel.remapped(place_of), ignore.remapped(place_of)
+            lost = before - sum(len(edges.sources) for edges in relations)
+    return DecodedBag(
+        modalities=_picked(items.modalities, kept),
+        payloads=found,
+        lengths=lengths,
+        items=kept,
+        ids=None if items.ids is None else _picked(items.ids, kept),
+        groups=_picked(items.groups, kept),
+        temperature_groups=_picked(items.temperature_groups, kept),
+        sides=_picked(items.sides, kept),
+        choices=legal,
+        choice_targets=targets,
+        relations=relations,
+        dropped=len(chosen) - len(kept),
+        dropped_edges=lost,
+    )
+
+
+def _picked(column: NDArray[np.integer[Any]] | None, kept: list[int]) -> list[int]:
+    if column is None:
+        return [0] * len(kept)
+    values: list[int] = column.tolist()
+    return values if len(values) == len(kept) else [values[item] for item in kept]
+
+
+def decode_bag(
+    items: StepItems,
+    shape: BatchShape,
+    options: DecodeOptions | None = None,
+    *,
+    on_error: OnError = "raise",
+    on_drop: Callable[[int, DecodeError], None] | None = None,
+) -> DecodedBag:
+    """Decodes one bag: all of `items`, whatever their `bags` column says.
+
+    Raises:
+        ValueError: an item does not suit the shape.
+        DecodeError: an item does not decode and `on_error` is "raise" (an `ItemDecodeError`: its `index` says which).
+    """
+    payloads = decode_items(items, shape, options or DecodeOptions(), on_error=on_error, on_drop=on_drop)
+    return assemble_bag(items, payloads)

@@ -1,0 +1,323 @@
+"""A packed batch: fixed-size arrays in one contiguous buffer, the tape last.
+
+The arrays are views of the buffer, which the batch owns. Entries past the counts are zeros (-1 in
+`position_segment`, the last offset repeated in every offsets array), so that any entry is a valid read.
+"""
+
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treadle.pipeline.columns import Tape
+from treadle.pipeline.items import Edges
+from treadle.pipeline.layout import COUNTS, EDGE_SETS, Capacities, LateInteractionCapacities, allocate, batch_layout
+from treadle.shape import BatchShape, Modality
+
+if TYPE_CHECKING:
+    import torch
+
+    from treadle.pipeline.state import StreamState
+
+DIMENSIONS = ("positions", "segments", "bags", "edges", "query_tokens", "documents", "document_tokens")
+"""What `fill` reports and `closed_by` names, in the order of its code in the counts."""
+
+
+class PackedBatch:
+    """What one device's step reads. `S, R, C` are the shape's segments, rows and columns.
+
+    A fresh batch is empty: no segments, which every reader accepts.
+    """
+
+    tape: NDArray[np.uint8]
+    """Payloads as decoded, each at a multiple of 16 bytes; `payload(s)` is the typed view."""
+    tape_offsets: NDArray[np.int64]
+    """[S + 1] where each payload begins; it ends where its extent says."""
+    modality: NDArray[np.uint8]
+    """[S]"""
+    grid: NDArray[np.int32]
+    """[S, 3] tokens (t, h, w)"""
+    extent: NDArray[np.int32]
+    """[S, 3] payload size (frames, height, width), pixels; text and audio (1, 1, n)"""
+    row: NDArray[np.int32]
+    """[S]"""
+    start: NDArray[np.int32]
+    """[S] column of the prefix position"""
+    length: NDArray[np.int32]
+    """[S] positions, prefix and mask included"""
+    item: NDArray[np.int64]
+    """[S] index among the step's items"""
+    id: NDArray[np.uint64]
+    """[S] global item id"""
+    bag: NDArray[np.int32]
+    """[S] number of the bag within the batch"""
+    group: NDArray[np.int64]
+    """[S] what the item is the same thing as; 0: nothing"""
+    temperature_group: NDArray[np.int32]
+    """[S]"""
+    side: NDArray[np.uint8]
+    """[S] role in late interaction"""
+    position_segment: NDArray[np.int32]
+    """[R, C] segment at each position, -1 where empty"""
+
+    def __init__(
+        self,
+        shape: BatchShape,
+        max_edges: int = 0,
+        late_interaction: LateInteractionCapacities | None = None,
+        *,
+        capacities: Capacities | None = None,
+        state: "StreamState | None" = None,
+    ) -> None:
+        self.shape = shape.resolved()
+        self.capacities = capacities or Capacities.of(self.shape, max_edges, late_interaction)
+        self.state = state
+        """Position of the stream just after the last sample that this batch consumed, or None."""
+        self.layout = batch_layout(self.shape, self.capacities.edges)
+        self.buffer = allocate(self.layout)
+        """All arrays, back to back."""
+        self._arrays = {name: field.view(self.buffer) for name, field in self.layout.fields.items()}
+        arrays = self._arrays
+        self._counts: NDArray[np.int64] = arrays["counts"]
+        self.tape, self.tape_offsets = arrays["tape"], arrays["tape_offsets"]
+        self.modality, self.grid, self.extent = arrays["modality"], arrays["grid"], arrays["extent"]
+        self.row, self.start, self.length = arrays["row"], arrays["start"], arrays["length"]
+        self.item, self.id, self.bag, self.group = arrays["item"], arrays["id"], arrays["bag"], arrays["group"]
+        self.temperature_group, self.side = arrays["temperature_group"], arrays["side"]
+        self.position_segment = arrays["position_segment"]
+        self.position_segment.fill(-1)
+
+    @property
+    def max_edges(self) -> int:
+        """Edges that each edge set holds at most."""
+        return self.capacities.edges
+
+    @property
+    def segments(self) -> int:
+        """Items packed."""
+        return int(self._counts[0])
+
+    @property
+    def bags(self) -> int:
+        """Bags packed."""
+        return int(self._counts[1])
+
+    @property
+    def tokens(self) -> int:
+        """Tokens packed: positions less prefixes and masks."""
+        return int(self._counts[2])
+
+    @property
+    def truncated(self) -> int:
+        """Packed items whose content was cut at the row's width."""
+        return int(self._counts[3])
+
+    @property
+    def dropped(self) -> int:
+        """Items left out whole."""
+        return int(self._counts[4])
+
+    @property
+    def dropped_edges(self) -> int:
+        """Edges that named an item left out."""
+        return int(self._counts[5])
+
+    @property
+    def items(self) -> int:
+        """Items of the step, dropped ones too where they have an index."""
+        return int(self._counts[6])
+
+    @property
+    def ids_defaulted(self) -> bool:
+        """Whether `id` is the item's index for want of global ids."""
+        return bool(self._counts[7])
+
+    @property
+    def positions(self) -> int:
+        """Positions used."""
+        return int(self._counts[9])
+
+    @property
+    def closed_by(self) -> str:
+        """The dimension that was fullest when bags were left waiting or dropped; "end" where none was."""
+        code = int(self._counts[10])
+        return DIMENSIONS[code - 1] if code else "end"
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the buffer's prefix that hold everything: the fixed arrays and the used part of the tape."""
+        return self.layout.tape_offset + int(self._counts[8])
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The counts header by name."""
+        return {name: int(value) for name, value in zip(COUNTS, self._counts.tolist(), strict=False)}
+
+    @property
+    def fill(self) -> dict[str, float]:
+        """Used share of every dimension; edges by the fullest edge set."""
+        limits = self.capacities
+        edges = max(int(self._arrays[f"{name}_offsets"][-1]) for name in EDGE_SETS)
+        used = {
+            "positions": self.positions / limits.positions,
+            "segments": self.segments / limits.segments,
+            "bags": self.bags / limits.bags,
+            "edges": edges / limits.edges,
+        }
+        if limits.late_interaction:
+            for name in DIMENSIONS[4:]:
+                used[name] = int(self._counts[COUNTS.index(name)]) / getattr(limits, name)
+        return used
+
+    @property
+    def attract(self) -> Edges:
+        """Pairs of segments pulled together."""
+        return self._edges("attract")
+
+    @property
+    def repel(self) -> Edges:
+        """Pairs of segments pushed apart."""
+        return self._edges("repel")
+
+    @property
+    def ignore(self) -> Edges:
+        """Pairs of segments skipped."""
+        return self._edges("ignore")
+
+    @property
+    def choices(self) -> Tape[np.uint8]:
+        """Legal bytes of each segment."""
+        offsets = self._arrays["choice_offsets"]
+        return Tape(self._arrays["choice_data"][: offsets[-1]], offsets)
+
+    @property
+    def choice_targets(self) -> Tape[np.float32]:
+        """Target probability of each legal byte."""
+        offsets = self._arrays["choice_offsets"]
+        return Tape(self._arrays["choice_target_data"][: offsets[-1]], offsets)
+
+    def _edges(self, name: str) -> Edges:
+        offsets = self._arrays[f"{name}_offsets"]
+        used = int(offsets[-1])
+        return Edges(offsets, self._arrays[f"{name}_ids"][:used], self._arrays[f"{name}_weights"][:used])
+
+    def array(self, name: str) -> NDArray[Any]:
+        """One array of the buffer by its field name, at its full capacity."""
+        return self._arrays[name]
+
+    def payload(self, segment: int) -> NDArray[Any]:
+        """One segment's content: text uint8 [n], image [H, W, channels], video [T, H, W, channels], audio float32 [n].
+
+        Raises:
+            IndexError: there is no such segment.
+        """
+        if not 0 <= segment < self.segments:
+            raise IndexError(f"segment {segment} of a batch of {self.segments}")
+        kind = Modality(int(self.modality[segment]))
+        size, dtype = payload_form(kind, self.extent[segment].tolist(), self.shape)
+        begin = int(self.tape_offsets[segment])
+        nbytes = int(np.prod(size, dtype=np.int64)) * np.dtype(dtype).itemsize
+        return self.tape[begin : begin + nbytes].view(dtype).reshape(size)
+
+    def cu_seqlens(self) -> NDArray[np.int32]:
+        """[segments + 1] where each segment begins once the used positions are laid out in (row, column) order without gaps."""
+        used = self.segments
+        order = np.lexsort((self.start[:used], self.row[:used]))
+        bounds = np.zeros(used + 1, np.int32)
+        np.cumsum(self.length[:used][order], out=bounds[1:])
+        return bounds
+
+    def document_ids(self) -> NDArray[np.int32]:
+        """[R, C] the segment that each position may attend to, -1 where empty: what a document mask compares."""
+        return self.position_segment.copy()
+
+    def to(self, device: "torch.device | str") -> "dict[str, torch.Tensor]":
+        """Every array on `device`, by field name, moved by one copy of the used prefix.
+
+        Unsigned ids and edge ids arrive as the signed type of the same bits. On the CPU the tensors share the copy.
+        """
+        import torch
+
+        moved = torch.from_numpy(self.buffer[: self.used_bytes]).to(device, copy=True)
+        kinds = {"int64": torch.int64, "uint64": torch.int64, "int32": torch.int32, "uint32": torch.int32}
+        kinds |= {"float32": torch.float32, "uint8": torch.uint8}
+        tensors: dict[str, torch.Tensor] = {}
+        for name, field in self.layout.fields.items():
+            end = self.used_bytes if name == "tape" else field.offset + field.nbytes
+            size = (end - field.offset,) if name == "tape" else field.shape
+            tensors[name] = moved[field.offset : end].view(kinds[field.dtype.name]).view(size)
+        return tensors
+
+    def draw(self, path: "str | PathLike[str]") -> None:
+        """Writes a picture of the batch as a PNG: rows as strips, a colour for each modality, thumbnails where they fit."""
+        from treadle.pipeline.picture import draw_batch
+
+        drawn: Any = self
+        draw_batch(drawn, path)
+
+    def save(self, path: "str | PathLike[str]") -> None:
+        """Writes the batch, with its stream state, as one safetensors file, whole or not at all."""
+        from treadle.pipeline.batch_file import save_batch
+
+        saved: Any = self
+        save_batch(saved, path)
+
+    @classmethod
+    def load(cls, path: "str | PathLike[str]") -> "PackedBatch":
+        """The batch that `save` wrote.
+
+        Raises:
+            PackedError: the file is truncated, altered, or of another format version.
+        """
+        from treadle.pipeline.batch_file import load_batch
+
+        loaded: Any = load_batch(path)
+        batch: PackedBatch = loaded
+        return batch
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both hold the same content in the same shape; stream states are not compared."""
+        if not isinstance(other, PackedBatch):
+            return NotImplemented
+        if (self.shape, self.capacities, self.used_bytes) != (other.shape, other.capacities, other.used_bytes):
+            return False
+        return bool(np.array_equal(self.buffer[: self.used_bytes], other.buffer[: other.used_bytes]))
+
+    def __hash__(self) -> int:
+        raise TypeError("a PackedBatch holds arrays: it is compared by content and is not hashable")
+
+    def __reduce__(self) -> "tuple[Any, ...]":
+        used = self.buffer[: self.used_bytes].tobytes()
+        return _rebuilt, (self.shape, self.capacities, used, self.state)
+
+    def __repr__(self) -> str:
+        shape = self.shape
+        kinds = np.bincount(self.modality[: self.segments], minlength=len(Modality)).tolist()
+        parts = ", ".join(f"{count} {kind}" for kind, count in zip(Modality, kinds, strict=True) if count)
+        edges = ", ".join(f"{len(self._edges(name))} {name}" for name in EDGE_SETS if self._arrays[f"{name}_offsets"][-1])
+        lost = f", {self.dropped} dropped" if self.dropped else ""
+        return (
+            f"PackedBatch({shape.max_rows_per_device}x{shape.max_columns_per_row}: {self.segments} segments"
+            f"{f' ({parts})' if parts else ''} in {self.bags} bags, {self.tokens} tokens, "
+            f"{100 * self.positions / shape.positions:.1f}% of positions"
+            f"{f', edges {edges}' if edges else ''}{lost}, closed by {self.closed_by})"
+        )
+
+
+def _rebuilt(shape: BatchShape, capacities: Capacities, used: bytes, state: "StreamState | None") -> PackedBatch:
+    batch = PackedBatch(shape, capacities=capacities, state=state)
+    batch.buffer[: len(used)] = np.frombuffer(used, np.uint8)
+    return batch
+
+
+def payload_form(kind: Modality, extent: list[int], shape: BatchShape) -> "tuple[tuple[int, ...], type[np.generic]]":
+    """Array shape and type of a payload of that extent, for a resolved shape."""
+    frames, high, wide = extent
+    if kind is Modality.TEXT:
+        return (wide,), np.uint8
+    if kind is Modality.IMAGE:
+        return (high, wide, shape.image.channels), np.uint8
+    if kind is Modality.VIDEO:
+        return (frames, high, wide, shape.video.channels), np.uint8
+    return (wide,), np.float32

@@ -1,0 +1,224 @@
+"""The packer: bags in, packed batches out. One step at a time, or a stream with a look-ahead.
+
+    pack(items)                          one step: one batch, and what does not fit is dropped
+    add(bag) ... ready() ... take()      a stream: bags wait in a pool, batches leave it full; flush() empties it
+
+Which bags go together, and where, is `placement.py`; how they are written is `fill.py`.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treadle.decoders import DecodeOptions
+from treadle.pipeline.bag import (
+    NO_RELATIONS,
+    DecodedBag,
+    OnError,
+    RelationColumns,
+    assemble_bag,
+    decode_bag,
+    decode_items,
+    relation_columns,
+)
+from treadle.pipeline.batch import PackedBatch
+from treadle.pipeline.fill import fill_batch, joined_relations, late_interaction_use
+from treadle.pipeline.items import StepItems
+from treadle.pipeline.layout import Capacities, LateInteractionCapacities
+from treadle.pipeline.placement import PendingBag, Placed, Placement, pack_demand
+from treadle.shape import BatchShape, require_count
+
+MAX_WINDOW = 1024
+
+
+class Packer:
+    """Weaves whole bags into rows. Placement makes no random choice: the same bags make the same batches.
+
+    In a stream, call `take` whenever `ready` answers True before adding more: then a bag waits for at most
+    `2 * window` batches after its arrival.
+    """
+
+    def __init__(
+        self,
+        shape: BatchShape,
+        *,
+        window: int = 4,
+        max_edges: int = 0,
+        late_interaction: LateInteractionCapacities | None = None,
+        seed: int = 0,
+        options: DecodeOptions | None = None,
+    ) -> None:
+        """
+        Args:
+            window: batches' worth of bags that wait to be chosen from.
+            max_edges: edges that each edge set of a batch holds; 0 derives 8 per segment.
+            late_interaction: query tokens, documents and document tokens become capacities too.
+            seed: kept for callers that configure a stream and a packer alike; placement draws nothing.
+            options: how `pack` and `add` decode.
+
+        Raises:
+            ValueError: a field is out of range.
+        """
+        require_count("Packer", "window", window, 1, MAX_WINDOW)
+        self.shape = shape.resolved()
+        self.window = window
+        self.seed = seed
+        self.options = options or DecodeOptions()
+        self.capacities = Capacities.of(self.shape, max_edges, late_interaction)
+        self._placement = self._new_placement(window)
+        self._bags: dict[int, tuple[object, DecodedBag]] = {}
+        self._dropped = 0
+        self._dropped_edges = 0
+        self._without_ids: bool | None = None
+
+    def _new_placement(self, window: int) -> Placement:
+        return Placement(self.shape.max_rows_per_device, self.shape.max_columns_per_row, self.capacities, window)
+
+    def _pending(self, bag: DecodedBag, edges: Sequence[int]) -> PendingBag:
+        demand = (1, len(bag.lengths), *edges)
+        if self.capacities.late_interaction:
+            demand += late_interaction_use(bag, self.capacities.query_span)
+        return PendingBag(bag.lengths, pack_demand(demand))
+
+    def pack(self, items: StepItems, on_error: OnError = "raise") -> PackedBatch:
+        """Packs one step's items into one batch; bags that do not fit are dropped, later ones first.
+
+        Bags that wait in this packer are left alone. Edges may link any two items of the step; those to a dropped
+        item are dropped.
+
+        Raises:
+            ValueError: an item does not suit the shape.
+            DecodeError: an item does not decode and `on_error` is "raise"; its `index` says which.
+        """
+        payloads = decode_items(items, self.shape, self.options, on_error=on_error)
+        labels = np.arange(len(items)) if items.bags is None else items.bags
+        _, first, bag_of_label = np.unique(labels, return_index=True, return_inverse=True)
+        members: list[list[int]] = [[] for _ in first]
+        rank_of = np.empty(len(first), np.int64)
+        rank_of[np.argsort(first)] = np.arange(len(first))
+        bag_of_item = rank_of[bag_of_label.reshape(-1)] if len(items) else np.zeros(0, np.int64)
+        for item, number in enumerate(bag_of_item.tolist()):
+            members[number].append(item)
+        there = np.array([payload is not None for payload in payloads], bool)
+        relations = relation_columns(items.relations)
+        edges_of_bag = [
+            np.bincount(bag_of_item[edges.sources[there[edges.sources] & there[edges.targets]]], minlength=len(members)).tolist()
+            for edges in relations
+        ]
+        placement = self._new_placement(1)
+        bags: dict[int, DecodedBag] = {}
+        for number, listed in enumerate(members):
+            bag = assemble_bag(items, payloads, listed)
+            pending = self._pending(bag, [edges[number] for edges in edges_of_bag])
+            if placement.add(pending):
+                bags[pending.serial] = bag
+        placed = [(bags[pending.serial], pending.rows_by_item(rows)) for pending, rows in placement.take_step()]
+        segment_of = np.full(len(items), -1, np.int64)
+        order = [item for bag, _ in placed for item in bag.items]
+        segment_of[order] = np.arange(len(order))
+        attract, repel, ignore = relations
+        kept = attract.remapped(segment_of), repel.remapped(segment_of), ignore.remapped(segment_of)
+        batch = PackedBatch(self.shape, capacities=self.capacities)
+        lost = sum(len(edges.sources) for edges in relations) - sum(len(edges.sources) for edges in kept)
+        fill_batch(batch, placed, kept, num_items=len(items), dropped=len(items) - len(order), dropped_edges=lost)
+        return batch
+
+    def add(self, bag: StepItems, on_error: OnError = "raise", token: object = None) -> bool:
+        """Decodes one bag and puts it at the end of the pool; False where nothing of it could ever be packed.
+
+        Raises:
+            ValueError: `bag` names several bags, or an item does not suit the shape.
+            DecodeError: an item does not decode and `on_error` is "raise"; its `index` says which.
+        """
+        if bag.bags is not None and len(np.unique(bag.bags)) > 1:
+            raise ValueError(f"add takes one bag, and bags names {len(np.unique(bag.bags))}: add them one by one, or pack() them as a step")
+        return self.add_decoded(decode_bag(bag, self.shape, self.options, on_error=on_error), token)
+
+    def add_decoded(self, bag: DecodedBag, token: object = None) -> bool:
+        """Puts a decoded bag at the end of the pool, with the caller's `token`; False, and counted, where it could never fit.
+
+        Raises:
+            ValueError: some bags of the pool carry ids and this one does not, or the other way round.
+        """
+        self._dropped += bag.dropped
+        self._dropped_edges += bag.dropped_edges
+        if not bag.lengths:
+            return False
+        if not self._bags:
+            self._without_ids = bag.ids is None
+        elif self._without_ids != (bag.ids is None):
+            raise ValueError("ids: some pending bags carry ids and others do not: give ids to all bags, or to none")
+        edges = [len(columns.sources) for columns in bag.relations] if bag.relations is not NO_RELATIONS else (0, 0, 0)
+        pending = self._pending(bag, edges)
+        if not self._placement.add(pending):
+            self._dropped += len(bag)
+            self._dropped_edges += sum(edges)
+            return False
+        self._bags[pending.serial] = (token, bag)
+        return True
+
+    def ready(self) -> bool:
+        """Whether a window of batches waits, so that `take` fills one well."""
+        return self._placement.ready()
+
+    def take(self) -> PackedBatch:
+        """The next batch, ready or not; an empty one when nothing waits."""
+        return self.take_with_tokens()[0]
+
+    def take_with_tokens(self) -> tuple[PackedBatch, list[object]]:
+        """The next batch, and the tokens of its bags in the order of its bags."""
+        chosen: list[Placed] = self._placement.take()
+        taken = [self._bags.pop(pending.serial) for pending, _ in chosen]
+        placed = [(bag, pending.rows_by_item(rows)) for (_, bag), (pending, rows) in zip(taken, chosen, strict=True)]
+        relations: RelationColumns = joined_relations(placed)
+        batch = PackedBatch(self.shape, capacities=self.capacities)
+        fill_batch(
+            batch, placed, relations, dropped=self._dropped, dropped_edges=self._dropped_edges, left_waiting=bool(self._bags)
+        )
+        self._dropped = self._dropped_edges = 0
+        return batch, [token for token, _ in taken]
+
+    def flush(self) -> Iterator[PackedBatch]:
+        """Batches until nothing waits: the end of a stream."""
+        while self._bags:
+            yield self.take()
+
+    @property
+    def pending(self) -> list[tuple[object, DecodedBag]]:
+        """What waits, in arrival order: the caller's token and the bag."""
+        return [self._bags[entry.serial] for entry in self._placement.pool]
+
+    @property
+    def num_pending(self) -> int:
+        """Bags that wait."""
+        return len(self._bags)
+
+    @property
+    def longest_delay(self) -> int:
+        """Most batches that a bag has waited so far."""
+        return self._placement.longest_delay
+
+    def state(self) -> dict[str, NDArray[np.int64]]:
+        """The position of the packer in integers, without content: what `load` needs beside the pending bags."""
+        return {**self._placement.state(), "dropped": np.array([self._dropped, self._dropped_edges], np.int64)}
+
+    def load(self, state: Mapping[str, NDArray[np.int64]], bags: Sequence[DecodedBag], tokens: Sequence[object] | None = None) -> None:
+        """Goes on from `state`; `bags` are the ones that were pending then, in arrival order, decoded alike.
+
+        Raises:
+            ValueError: the state is of another shape, or the bags are not the ones that waited.
+        """
+        if tokens is not None and len(tokens) != len(bags):
+            raise ValueError(f"packer state: {len(tokens)} tokens for {len(bags)} bags")
+        columns = {name: np.asarray(values) for name, values in state.items()}
+        missing = sorted(set(self.state()) - set(columns))
+        if missing:
+            raise ValueError(f"packer state: {', '.join(missing)} missing")
+        placement = self._new_placement(self.window)
+        entries = [self._pending(bag, [len(edges.sources) for edges in bag.relations]) for bag in bags]
+        placement.load(columns, entries)
+        self._placement = placement
+        self._bags = {serial: (tokens[serial] if tokens is not None else None, bag) for serial, bag in enumerate(bags)}
+        self._without_ids = bags[0].ids is None if bags else None
+        self._dropped, self._dropped_edges = columns["dropped"].tolist()

@@ -1,0 +1,154 @@
+"""Rows of a batch, filled by exact best fit.
+
+The free sizes that exist are the bits of one large integer, and the rows of each free size the bits of another:
+the smallest free size that holds a length is a shift and a lowest set bit away, whatever the number of rows.
+Among rows of that size the lowest is taken, so that the whole state of a row set is `free`, the free columns per row.
+"""
+
+from collections.abc import Sequence
+
+EXACT_SEARCH_STEPS = 20_000
+"""Placements that the exact search tries before it gives a bag up."""
+
+
+class RowSet:
+    """R rows of C columns."""
+
+    __slots__ = ("_rows_of", "_sizes", "columns", "free")
+
+    def __init__(self, free: Sequence[int], columns: int) -> None:
+        self.columns = columns
+        self.free = list(free)
+        """Free columns of each row."""
+        self._rows_of: dict[int, int] = {}
+        for row, size in enumerate(self.free):
+            self._rows_of[size] = self._rows_of.get(size, 0) | 1 << row
+        self._sizes = sum(1 << size for size in self._rows_of)
+
+    @property
+    def largest_free(self) -> int:
+        """Free columns of the emptiest row."""
+        return self._sizes.bit_length() - 1
+
+    def place(self, lengths: Sequence[int]) -> list[int] | None:
+        """The rows that take `lengths`, in their order, each by best fit; None, and nothing changed, if one finds no row."""
+        rows_of, free, sizes = self._rows_of, self.free, self._sizes
+        placed: list[int] = []
+        for length in lengths:
+            fitting = sizes >> length
+            if not fitting:
+                self._sizes = sizes
+                for row, taken in zip(reversed(placed), reversed(lengths[: len(placed)]), strict=True):
+                    self.release(row, taken)
+                return None
+            size = length + (fitting & -fitting).bit_length() - 1
+            rows = rows_of[size]
+            lowest = rows & -rows
+            rows ^= lowest
+            if rows:
+                rows_of[size] = rows
+            else:
+                del rows_of[size]
+                sizes ^= 1 << size
+            size -= length
+            if size in rows_of:
+                rows_of[size] |= lowest
+            else:
+                rows_of[size] = lowest
+                sizes |= 1 << size
+            row = lowest.bit_length() - 1
+            free[row] = size
+            placed.append(row)
+        self._sizes = sizes
+        return placed
+
+    def place_each(self, lengths: Sequence[int], owners: Sequence[int], rows_of_owner: list[list[int]]) -> set[int]:
+        """Places every length by best fit, appending its row to its owner's list; the owners of which one found no row.
+
+        Once a length of an owner has failed, the owner's later lengths are left out.
+        """
+        rows_of, free, sizes = self._rows_of, self.free, self._sizes
+        failed: set[int] = set()
+        for length, owner in zip(lengths, owners, strict=True):
+            if failed and owner in failed:
+                continue
+            fitting = sizes >> length
+            if not fitting:
+                failed.add(owner)
+                continue
+            size = length + (fitting & -fitting).bit_length() - 1
+            rows = rows_of[size]
+            lowest = rows & -rows
+            rows ^= lowest
+            if rows:
+                rows_of[size] = rows
+            else:
+                del rows_of[size]
+                sizes ^= 1 << size
+            size -= length
+            if size in rows_of:
+                rows_of[size] |= lowest
+            else:
+                rows_of[size] = lowest
+                sizes |= 1 << size
+            row = lowest.bit_length() - 1
+            free[row] = size
+            rows_of_owner[owner].append(row)
+        self._sizes = sizes
+        return failed
+
+    def occupy(self, row: int, length: int) -> None:
+        """Takes `length` columns of one row, which must have them."""
+        assert length <= self.free[row], f"row {row} has {self.free[row]} free columns, not {length}"
+        self._move(row, self.free[row] - length)
+
+    def release(self, row: int, length: int) -> None:
+        """Gives `length` columns of one row back."""
+        assert self.free[row] + length <= self.columns
+        self._move(row, self.free[row] + length)
+
+    def _move(self, row: int, size: int) -> None:
+        rows_of, bit = self._rows_of, 1 << row
+        rows = rows_of[self.free[row]] ^ bit
+        if rows:
+            rows_of[self.free[row]] = rows
+        else:
+            del rows_of[self.free[row]]
+            self._sizes ^= 1 << self.free[row]
+        rows_of[size] = rows_of.get(size, 0) | bit
+        self._sizes |= 1 << size
+        self.free[row] = size
+
+
+def exact_rows(lengths: Sequence[int], num_rows: int, columns: int) -> list[int] | None:
+    """Rows of an empty batch that hold `lengths` (descending), found by search; None where there are none.
+
+    Best fit decreasing can miss a packing that exists. The search tries every row of each different free size, best
+    fit first, and gives up after `EXACT_SEARCH_STEPS` placements: past that, "could never fit" is a judgement.
+    """
+    free = [columns] * num_rows
+    rows: list[int] = []
+    if sum(lengths) > num_rows * columns:
+        return None
+    tried: list[list[int]] = [[]]
+    for _ in range(EXACT_SEARCH_STEPS):
+        depth = len(rows)
+        if depth == len(lengths):
+            return rows
+        length = lengths[depth]
+        # Rows of one free size are alike: the lowest stands for all of them.
+        open_rows = {free[row]: row for row in reversed(range(num_rows)) if free[row] >= length}
+        size = min((size for size in open_rows if size not in tried[depth]), default=-1)
+        if size >= 0:
+            tried[depth].append(size)
+            row = open_rows[size]
+            free[row] -= length
+            rows.append(row)
+            tried.append([])
+            continue
+        if not rows:
+            return None
+        tried.pop()
+        row = rows.pop()
+        free[row] += lengths[len(rows)]
+    return None

@@ -1,0 +1,279 @@
+"""One sample to one bag of items: which of its files are items, how they are labelled, and how they relate."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from treadle.pipeline.items import Edges, Relations, StepItems
+from treadle.pipeline.relations import MAX_TEMPERATURE_GROUP, Overrides, SampleError, named_edges, parse_relations
+from treadle.pipeline.shards import RawSample
+from treadle.pipeline.storage import public_url
+from treadle.shape import BatchShape, LateInteractionSide, Modality
+
+__all__ = ["EXTENSIONS", "RawSample", "SampleBag", "SampleError", "Schema", "group_of", "item_ids", "modality_of", "sample_id"]
+
+RELATIONS_FIELD = "relations.json"
+
+EXTENSIONS: Mapping[str, Modality] = {
+    extension: modality
+    for modality, extensions in (
+        (Modality.TEXT, "txt text caption transcript md"),
+        (Modality.IMAGE, "jpg jpeg jpe jfif png apng webp gif bmp dib tif tiff avif"),
+        (Modality.VIDEO, "mp4 m4v webm mkv mov avi 3gp mpg mpeg m2ts"),
+        (Modality.AUDIO, "wav wave flac mp3 opus ogg oga m4a aac mka"),
+    )
+    for extension in extensions.split()
+}
+"""What a file's last extension says it holds. Its bytes decide how it is decoded."""
+
+
+@lru_cache(maxsize=4096)
+def modality_of(name: str) -> Modality | None:
+    """What the file of field `name` holds, by its last extension; None where that is unknown."""
+    return EXTENSIONS.get(name.rpartition(".")[2])
+
+
+@lru_cache(maxsize=4096)
+def _identity(url: str) -> "blake2b":
+    return blake2b(public_url(url).encode("utf-8", "surrogateescape"), digest_size=8, person=b"treadle sample")
+
+
+def sample_id(url: str, index: int) -> int:
+    """The 64-bit id of sample `index` of a shard; the shard goes by its URL without credentials."""
+    digest = _identity(url).copy()
+    digest.update(index.to_bytes(8, "little"))
+    return int.from_bytes(digest.digest(), "little")
+
+
+def item_ids(sample: int, num_places: int) -> list[int]:
+    """The 64-bit ids of the files of a sample, by their place in it. Eight come from one digest."""
+    ids: list[int] = []
+    for block in range(0, num_places, 8):
+        digest = blake2b(sample.to_bytes(8, "little") + block.to_bytes(8, "little"), person=b"treadle item").digest()
+        ids += [int.from_bytes(digest[8 * place : 8 * place + 8], "little") for place in range(min(8, num_places - block))]
+    return ids
+
+
+def _as_group(value: int) -> int:
+    """A 64-bit id as a group: a signed integer other than zero."""
+    return (value - 2**64 if value >= 2**63 else value) or 1
+
+
+def group_of(content: bytes) -> int:
+    """The group of everything that carries this content."""
+    return _as_group(int.from_bytes(blake2b(content, digest_size=8, person=b"treadle group").digest(), "little"))
+
+
+@dataclass(frozen=True, slots=True)
+class SampleBag:
+    """The items of one sample, in member order. No items: the sample gives no bag."""
+
+    items: StepItems
+    members: list[str]
+    """The file that each item is."""
+    offsets: list[int]
+    """Byte of the unpacked tar where its content begins."""
+    left_out: Counter[str]
+    """Files that became no item: `unknown_extension`, `not_selected`, or the modality that has no live slice; and `choices`
+    where the batch shape makes none."""
+
+
+@lru_cache(maxsize=64)
+def _all_pairs(num_items: int) -> Edges:
+    """Every item to every other."""
+    if num_items < 2:
+        return Edges()
+    ids = np.tile(np.arange(num_items, dtype=np.uint32), (num_items, 1))[~np.eye(num_items, dtype=bool)]
+    return Edges(np.arange(num_items + 1) * (num_items - 1), ids)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schema:
+    """Which files of a sample are items, and how they are labelled. Fields go by name without the key (`jpg`, `es.ogg`)."""
+
+    fields: Sequence[str] | None = None
+    """The fields that become items; None takes every one whose extension is known."""
+    sides: Mapping[str, LateInteractionSide | str] = field(default_factory=dict)
+    """Roles in late interaction by field, others have none."""
+    pairs: Sequence[tuple[str, str]] | None = None
+    """The pairs of fields that attract each other, both ways; None: all items of a sample do."""
+    temperature_groups: Mapping[str, int] = field(default_factory=dict)
+    """Temperature groups by field, others have 0."""
+    group_field: str | None = None
+    """A field whose content is the sample's group: samples with the same content there never repel each other."""
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        if self.fields is not None:
+            put(self, "fields", tuple(_field_name("fields", name) for name in _listed("fields", self.fields)))
+        put(self, "sides", {_field_name("sides", name): _side(name, side) for name, side in _mapped("sides", self.sides).items()})
+        if self.pairs is not None:
+            put(self, "pairs", tuple(_pair(pair) for pair in _listed("pairs", self.pairs)))
+        groups = _mapped("temperature_groups", self.temperature_groups)
+        put(self, "temperature_groups", {_field_name("temperature_groups", name): _group(name, number) for name, number in groups.items()})
+        if self.group_field is not None:
+            put(self, "group_field", _field_name("group_field", self.group_field))
+
+    def to_dict(self) -> dict[str, Any]:
+        """This schema as JSON has it."""
+        plain = asdict(self)
+        plain["sides"] = {name: str(LateInteractionSide(side)) for name, side in plain["sides"].items()}
+        return plain
+
+    def bag(self, sample: RawSample, source: int, shard: int, sample_id: int, shape: BatchShape) -> SampleBag:
+        """The items of one sample.
+
+        Args:
+            sample: its files.
+            source: number of its source.
+            shard: number of its shard in the source.
+            sample_id: see `sample_id`; keys the ids of the items, and is the group of a sample that has no other.
+            shape: says which modalities take part.
+
+        Raises:
+            SampleError: the sample is refused whole.
+        """
+        del source, shard  # both are in sample_id
+        if sample.problem is not None:
+            raise SampleError(*sample.problem)
+        left_out: Counter[str] = Counter()
+        names: list[str] = []
+        modalities: list[Modality] = []
+        chosen: list[int] = []
+        group = 0
+        relations_data: bytes | None = None
+        for place, file in enumerate(sample.fields):
+            name = file.name
+            if name == RELATIONS_FIELD:
+                relations_data = file.data
+                continue
+            labels_group = name == self.group_field
+            if labels_group:
+                group = group_of(file.data)
+            if self.fields is not None and name not in self.fields:
+                left_out["not_selected"] += not labels_group
+                continue
+            modality = modality_of(name)
+            if modality is None:
+                left_out["unknown_extension"] += not labels_group
+            elif not shape.is_live(modality):
+                left_out[str(modality)] += 1
+            else:
+                names.append(name)
+                modalities.append(modality)
+                chosen.append(place)
+        overrides = None
+        if relations_data is not None:
+            overrides = parse_relations(relations_data, {file.name for file in sample.fields if file.name != RELATIONS_FIELD})
+            if overrides.group is not None:
+                group = group_of(overrides.group.encode("utf-8", "surrogatepass"))
+        ids = item_ids(sample_id, len(sample.fields))
+        choices, targets = self._choices(names, modalities, overrides, shape, left_out)
+        items = StepItems(
+            modalities,
+            [sample.fields[place].data for place in chosen],
+            bags=np.zeros(len(names), np.int64),
+            temperature_groups=self._temperature_groups(names, overrides),
+            sides=self._sides(names, overrides),
+            groups=np.full(len(names), group or _as_group(sample_id), np.int64),
+            ids=np.array([ids[place] for place in chosen], np.uint64),
+            choices=choices,
+            choice_targets=targets,
+            relations=self._relations(names, overrides),
+        )
+        return SampleBag(
+            items,
+            [f"{sample.key}.{name}" for name in names],
+            [sample.fields[place].offset for place in chosen],
+            +left_out,
+        )
+
+    def _temperature_groups(self, names: list[str], overrides: Overrides | None) -> list[int] | None:
+        given = self.temperature_groups if overrides is None else {**self.temperature_groups, **overrides.temperature_groups}
+        return [given.get(name, 0) for name in names] if given else None
+
+    def _sides(self, names: list[str], overrides: Overrides | None) -> list[int] | None:
+        given = self.sides if overrides is None else {**self.sides, **overrides.sides}
+        return [int(given.get(name, LateInteractionSide.NONE)) for name in names] if given else None
+
+    def _relations(self, names: list[str], overrides: Overrides | None) -> Relations:
+        places = {name: place for place, name in enumerate(names)}
+        count = len(names)
+        if overrides is not None and overrides.attract is not None:
+            attract = named_edges(overrides.attract, places, count)
+        elif self.pairs is not None:
+            both = {pair for one, other in self.pairs for pair in ((one, other), (other, one))}
+            attract = named_edges(((one, other, 1.0) for one, other in both), places, count)
+        else:
+            attract = _all_pairs(count)
+        if overrides is None:
+            return Relations(attract)
+        repel = named_edges(overrides.repel or (), places, count)
+        return Relations(attract, repel, named_edges(overrides.ignore or (), places, count))
+
+    def _choices(
+        self, names: list[str], modalities: list[Modality], overrides: Overrides | None, shape: BatchShape, left_out: Counter[str]
+    ) -> tuple[list[bytes] | None, list[list[float]] | None]:
+        if overrides is None or not overrides.choices:
+            return None, None
+        legal: list[bytes] = [b""] * len(names)
+        targets: list[list[float]] = [[] for _ in names]
+        for name, (given, shares) in overrides.choices.items():
+            if modality_of(name) is not Modality.TEXT:
+                raise SampleError("bad_relations", f"relations.json: choices names {name!r}: only text items make choices")
+            if not shape.max_choices_per_item:
+                left_out["choices"] += 1
+            elif len(given) > shape.max_choices_per_item:
+                most = f"BatchShape.max_choices_per_item allows {shape.max_choices_per_item}"
+                raise SampleError("bad_relations", f"relations.json: choices.{name} offers {len(given)} bytes: {most}")
+            elif name in names:
+                place = names.index(name)
+                legal[place], targets[place] = given, shares
+        return (legal, targets) if any(legal) else (None, None)
+
+
+def _listed(where: str, value: object) -> Sequence[Any]:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise ValueError(f"Schema.{where} is {value!r}: it must be a list")
+    return value
+
+
+def _mapped(where: str, value: object) -> Mapping[Any, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"Schema.{where} is {value!r}: it must map field names to labels")
+    return value
+
+
+def _field_name(where: str, name: object) -> str:
+    if not isinstance(name, str) or not name.strip(".") or "/" in name:
+        raise ValueError(f"Schema.{where} holds {name!r}: a field is named by what follows the key's dot, as in 'jpg' or 'es.ogg'")
+    return name.lstrip(".").lower()
+
+
+def _side(name: str, side: object) -> LateInteractionSide:
+    if isinstance(side, str):
+        return LateInteractionSide.parse(side)
+    try:
+        return LateInteractionSide(side)  # type: ignore[arg-type]  # refused below where it is no side
+    except ValueError:
+        raise ValueError(f"Schema.sides[{name!r}] is {side!r}: it must be a LateInteractionSide or its name") from None
+
+
+def _pair(pair: object) -> tuple[str, str]:
+    if isinstance(pair, str) or not isinstance(pair, Sequence) or len(pair) != 2:
+        raise ValueError(f"Schema.pairs holds {pair!r}: it must be two field names")
+    one, other = (_field_name("pairs", name) for name in pair)
+    if one == other:
+        raise ValueError(f"Schema.pairs holds {pair!r}: a field cannot attract itself")
+    return one, other
+
+
+def _group(name: str, number: object) -> int:
+    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number <= MAX_TEMPERATURE_GROUP:
+        raise ValueError(f"Schema.temperature_groups[{name!r}] is {number!r}: it must be a temperature group's number, from 0")
+    return number

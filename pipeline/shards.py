@@ -1,0 +1,316 @@
+"""One shard: its samples in order, from any of them on, or one at a time.
+
+A sample is a run of members with one key: the path up to the first dot of the basename; what follows that dot, in lower case,
+names the field. Sample `i` begins at byte `offset` of the unpacked tar and ends where sample `i + 1` begins; members that are
+skipped count to the sample before them. Where reading starts never changes what is read.
+
+    storage --> unpack (gz, zst) --> tar members --> runs of one key --> RawSample
+"""
+
+import threading
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from dataclasses import replace
+from os import getpid, stat
+from urllib.parse import urlsplit
+
+from treadle.pipeline.grouping import Grouping, RawField, RawSample, ShardError, whole_sample
+from treadle.pipeline.storage import ByteStream, LocalStream, RemoteStream, RetryPolicy, StorageError, local_path, open_stream
+from treadle.pipeline.tar import CHUNK_BYTES, MAX_MEMBER_BYTES, MemberReader, TarError
+from treadle.pipeline.tar_header import BLOCK_BYTES, is_header
+from treadle.pipeline.unpack import Peekable, UnpackedStream, UnpackError, unpacked
+
+__all__ = ["RawField", "RawSample", "Shard", "ShardError"]
+
+MAX_TABLES = 16
+"""Shards whose sample offsets are remembered for their parts to share, 8 bytes a sample."""
+
+MAX_IDLE = 64
+"""Streams kept open between single samples."""
+
+_PACKED_SUFFIXES = (".gz", ".tgz", ".zst", ".tzst", ".zstd")
+
+
+class _Window(ByteStream):
+    """A stream up to byte `stop`."""
+
+    def __init__(self, stream: ByteStream, offset: int, stop: int) -> None:
+        super().__init__(stream.url, offset)
+        self._stream = stream
+        self._stop = stop
+
+    def read(self, n: int) -> bytes:
+        data = self._stream.read(max(0, min(n, self._stop - self.position)))
+        self.position += len(data)
+        return data
+
+    def close(self) -> None:
+        """Leaves the stream open: it is the caller's."""
+
+
+class _Nothing(ByteStream):
+    """No bytes."""
+
+    def read(self, n: int) -> bytes:
+        return b""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def _slices(url: str) -> MemberReader:
+    """A reader for parts of a shard that are in memory."""
+    return MemberReader(_Nothing(url, 0))
+
+
+class _Table:
+    """Where the samples of a plain local shard begin, found as they are asked for; the parts of the shard share it."""
+
+    def __init__(self, stream: LocalStream, index: int, offset: int) -> None:
+        self.first = index
+        self._starts = array("q")
+        self._end = offset
+        self._error: ShardError | None = None
+        self._lock = threading.Lock()
+        self.counts: Counter[str] = Counter()
+        self._stream = stream
+        stream.position = offset
+        reader = MemberReader(stream, offset=offset, contents=False)
+        self._found = Grouping(reader, self.counts, index=index, contents=False).samples()
+
+    def locate(self, index: int) -> tuple[int, int] | None:
+        """Where sample `index` begins and ends, None past the last.
+
+        Raises:
+            ShardError: the shard is damaged before that sample.
+        """
+        place = index - self.first
+        with self._lock:
+            while place >= len(self._starts):
+                if self._error is not None:
+                    raise ShardError(self._error.kind, self._error.offset, self._error.detail)
+                try:
+                    sample = next(self._found, None)
+                except ShardError as error:
+                    self._error = error
+                    continue
+                if sample is None:
+                    self._stream.close()
+                    return None
+                self._starts.append(sample.offset)
+                self._end = sample.end
+            start = self._starts[place]
+            return start, self._starts[place + 1] if place + 1 < len(self._starts) else self._end
+
+
+_tables: OrderedDict[tuple[str, int, int], _Table] = OrderedDict()
+_tables_lock = threading.Lock()
+
+
+def _table(path: str, index: int, offset: int) -> _Table:
+    """The shared table of a file as it now is, from sample `index` or before."""
+    found = stat(path)
+    key = path, found.st_size, found.st_mtime_ns
+    with _tables_lock:
+        table = _tables.get(key)
+        if table is None or table.first > index:
+            table = _tables[key] = _Table(LocalStream(path, path), index, offset)
+            while len(_tables) > MAX_TABLES:
+                _tables.popitem(last=False)
+        _tables.move_to_end(key)
+        return table
+
+
+class _Idle:
+    """Streams that single samples were read from, for the next ones of the same shard: connections, and places in packed shards."""
+
+    def __init__(self) -> None:
+        self._streams: OrderedDict[tuple[int, str, int], ByteStream] = OrderedDict()
+        self._lock = threading.Lock()
+        self._count = 0
+
+    def take(self, url: str, packed: bool, offset: int) -> ByteStream | None:
+        """A stream of that shard that serves at `offset`; the furthest on, where it can only go forward."""
+        here = getpid()
+        with self._lock:
+            fitting = [
+                (stream.position, key)
+                for key, stream in self._streams.items()
+                if key[:2] == (here, url) and isinstance(stream, UnpackedStream) == packed and (not packed or stream.position <= offset)
+            ]
+            return self._streams.pop(max(fitting)[1]) if fitting else None
+
+    def put(self, stream: ByteStream) -> None:
+        """Keeps a stream until `MAX_IDLE` later ones have come."""
+        with self._lock:
+            self._count += 1
+            self._streams[getpid(), stream.url, self._count] = stream
+            while len(self._streams) > MAX_IDLE:
+                self._streams.popitem(last=False)[1].close()
+
+    def drop(self, url: str) -> None:
+        """Closes the streams of a shard."""
+        with self._lock:
+            for key in [key for key in self._streams if key[1] == url]:
+                self._streams.pop(key).close()
+
+
+_idle = _Idle()
+
+
+class Shard:
+    """One shard, by its URL. Nothing is opened before it is read.
+
+    Args:
+        url: a path, or a URL that `open_stream` opens.
+        policy: how broken reads are tried again.
+        max_member_bytes: a longer file refuses its sample as `too_large`.
+    """
+
+    def __init__(self, url: str, *, policy: RetryPolicy | None = None, max_member_bytes: int = MAX_MEMBER_BYTES) -> None:
+        self.url = url
+        self.counts: Counter[str] = Counter()
+        """Members skipped and warnings, by kind, over all reading so far: `skipped_*`, `no_end_marker`, `key_seen_again`."""
+        self._policy = policy or RetryPolicy()
+        self._max_member_bytes = max_member_bytes
+        self._packed: bool | None = None
+
+    def samples(self, *, part: int = 0, parts: int = 1, index: int = 0, offset: int = 0) -> Iterator[RawSample]:
+        """The samples whose index is `part` modulo `parts`, from sample `index` on, which begins at byte `offset`.
+
+        Raises:
+            ShardError: after every complete sample before a damage, or before what cannot be read.
+        """
+        if not 0 <= part < parts or index < 0 or offset < 0:
+            raise ValueError(f"part {part} of {parts} from sample {index} at byte {offset}: part must lie below parts, none be negative")
+        path = local_path(self.url)
+        if path is not None and parts > 1 and not self._is_packed():
+            yield from self._shared(path, part, parts, index, offset)
+            return
+        stream = self._open(offset)
+        try:
+            reader = MemberReader(
+                stream, offset=offset, want=lambda member: grouping.wanted(member), max_member_bytes=self._max_member_bytes
+            )
+            grouping = Grouping(reader, self.counts, index=index, part=part, parts=parts)
+            yield from grouping.samples()
+        finally:
+            stream.close()
+
+    def sample_at(self, index: int, offset: int, size: int) -> RawSample:
+        """Sample `index`, which takes `size` bytes from `offset`. In a packed shard, ask in ascending order: going back starts anew.
+
+        Raises:
+            ShardError: it cannot be read, or is not there.
+        """
+        if self._presumed_plain():
+            try:
+                return self._sample_at(False, index, offset, size)
+            except ShardError as error:
+                if error.kind != "changed" or not self._is_packed():
+                    raise
+        return self._sample_at(self._is_packed(), index, offset, size)
+
+    def close(self) -> None:
+        """Lets go of connections that `sample_at` left open for the next one."""
+        _idle.drop(self.url)
+
+    def _sample_at(self, packed: bool, index: int, offset: int, size: int) -> RawSample:
+        stream: ByteStream | None = None
+        done = False
+        try:
+            stream = self._at(packed, offset, size)
+            sample = self._one(stream, _slices(self.url), index, offset, size)
+            done = True
+            return sample
+        except (StorageError, UnpackError) as error:
+            raise ShardError(error.kind, error.offset, error.detail) from None
+        finally:
+            if done and stream is not None and not isinstance(stream, LocalStream):
+                _idle.put(stream)
+            elif stream is not None:
+                stream.close()
+
+    def _at(self, packed: bool, offset: int, size: int) -> ByteStream:
+        """A stream at `offset`, one that was left open where that serves."""
+        idle = _idle.take(self.url, packed, offset)
+        if isinstance(idle, RemoteStream):
+            idle.aim(offset, size)
+            return idle
+        if packed:
+            stream = idle or unpacked(open_stream(self.url, policy=self._policy))
+            stream.skip(offset - stream.position)
+            return stream
+        return open_stream(self.url, offset, policy=self._policy, length=size)
+
+    def _one(self, stream: ByteStream, slices: MemberReader, index: int, offset: int, size: int) -> RawSample:
+        """The sample at a stream's position."""
+        sample = None
+        if size <= CHUNK_BYTES:
+            data = stream.read(size)
+            if len(data) == size:
+                try:
+                    sample = whole_sample(slices, data, index, offset)
+                except TarError as error:
+                    raise ShardError("changed", offset, f"sample {index} is not there any more: {error}") from None
+        else:
+            # A long one is gathered member by member, so that its bytes are not held twice.
+            reader = MemberReader(_Window(stream, offset, offset + size), offset=offset, max_member_bytes=self._max_member_bytes)
+            found = list(Grouping(reader, Counter(), index=index).samples())
+            sample = replace(found[0], size=size) if len(found) == 1 and found[0].offset == offset else None
+        if sample is None:
+            raise ShardError("changed", offset, f"bytes {offset} to {offset + size} do not hold sample {index} any more")
+        return sample
+
+    def _shared(self, path: str, part: int, parts: int, index: int, offset: int) -> Iterator[RawSample]:
+        try:
+            table = _table(path, index, offset)
+            stream = LocalStream(self.url, path)
+        except OSError as error:
+            raise ShardError("not_found" if isinstance(error, FileNotFoundError) else "unreadable", offset, str(error)) from None
+        except StorageError as error:
+            raise ShardError(error.kind, offset, error.detail) from None
+        slices = _slices(self.url)
+        try:
+            index += (part - index) % parts
+            while (found := table.locate(index)) is not None:
+                start, end = found
+                stream.position = start
+                yield self._one(stream, slices, index, start, end - start)
+                index += parts
+        finally:
+            stream.close()
+
+    def _presumed_plain(self) -> bool:
+        """Whether to read it as a plain tar until that fails: the name says so, and nothing has been looked at."""
+        return self._packed is None and urlsplit(self.url).path.lower().endswith(".tar") and local_path(self.url) is None
+
+    def _is_packed(self) -> bool:
+        """Whether the shard is gz or zst: by its name, else by its first bytes."""
+        if self._packed is None:
+            if urlsplit(self.url).path.lower().endswith(_PACKED_SUFFIXES):
+                self._packed = True
+            else:
+                with open_stream(self.url, policy=self._policy, length=8) as stream:
+                    self._packed = isinstance(unpacked(stream), UnpackedStream)
+        return self._packed
+
+    def _open(self, offset: int) -> ByteStream:
+        """The unpacked tar from `offset` on."""
+        try:
+            if offset and self._presumed_plain():
+                # Saves a request for the first bytes: at `offset` a plain tar has a header.
+                stream = Peekable(open_stream(self.url, offset, policy=self._policy))
+                if is_header(stream.peek(BLOCK_BYTES)):
+                    return stream
+                stream.close()
+            if offset and not self._is_packed():
+                return open_stream(self.url, offset, policy=self._policy)
+            start = unpacked(open_stream(self.url, policy=self._policy))
+            self._packed = isinstance(start, UnpackedStream)
+            if start.skip(offset) < offset:
+                raise StorageError("changed", offset, f"byte {offset} was to be read; the shard ends before it")
+            return start
+        except (StorageError, UnpackError) as error:
+            raise ShardError(error.kind, offset, error.detail) from None

@@ -1,0 +1,374 @@
+"""ShardStream: sharded tars in, packed batches out, each with the position just after it.
+
+What is here is what the user holds: the arguments, the manifest, the states. The loop is `feed.py`.
+"""
+
+import dataclasses
+import json
+import logging
+import os
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Final, Self
+
+from treadle.decoders import DecodeOptions
+from treadle.pipeline.batch import PackedBatch
+from treadle.pipeline.feed import Feed, FeedConfig, Ledger, OnStreamError
+from treadle.pipeline.layout import LateInteractionCapacities
+from treadle.pipeline.order import OrderPlan, SourcePlan
+from treadle.pipeline.packer import Packer
+from treadle.pipeline.quarantine import Quarantine
+from treadle.pipeline.samples import Schema
+from treadle.pipeline.sources import Manifest, ManifestSource, Source
+from treadle.pipeline.state import StreamState
+from treadle.shape import BatchShape, require_count
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_LANES: Final = 64
+DEFAULT_SHUFFLE_BYTES: Final = 2**29
+
+_LATE_CAPACITIES: Final = (
+    "max_query_span",
+    "max_query_tokens_per_device",
+    "max_documents_per_device",
+    "max_document_tokens_per_device",
+)
+
+Sources = str | os.PathLike[str] | Source | Sequence[str | os.PathLike[str] | Source]
+
+
+class ShardStream:
+    """Iterates the packed batches of sharded tars, for one rank.
+
+    The order of samples is a pure function of the sources, `seed`, `lanes`, `shuffle` and `shuffle_bytes`; ranks, threads and
+    timing do not change it. `state` is the position just after the last batch handed out, and every batch carries its own as
+    `batch.state`; `load_state` goes on with the very next batch, bit for bit.
+
+    The stream is its own iterator and goes over its data once: leaving a loop and iterating again goes on where it was. Its
+    workers start with the first batch and end with the last one, with `close`, or with the `with` block.
+    """
+
+    def __init__(
+        self,
+        sources: Sources,
+        shape: BatchShape,
+        *,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        lanes: int = 0,
+        shuffle: int = 1000,
+        shuffle_bytes: int = 0,
+        epochs: int | None = None,
+        threads: int | None = None,
+        processes: int | None = None,
+        schema: Schema | None = None,
+        options: DecodeOptions | None = None,
+        on_error: OnStreamError = "quarantine",
+        quarantine: str | os.PathLike[str] | Quarantine | None = None,
+        window: int = 4,
+        max_edges: int = 0,
+        late_interaction: LateInteractionCapacities | None = None,
+    ) -> None:
+        """
+        Args:
+            sources: a URL pattern, a list of them, or `Source`s to blend.
+            seed: keys the order.
+            lanes: independent sample sequences that together are the order; 0 derives 64. A loaded state brings its own.
+            shuffle: samples held back over all lanes, to be drawn from.
+            shuffle_bytes: tar bytes past which lanes hold back no more, over all lanes; 0 derives 512 MiB.
+            epochs: passes over each source that does not repeat; None never ends.
+            threads: decoding threads; None derives one per CPU.
+            processes: decoding processes, started by spawn, in place of threads; None derives 0.
+            schema: which files are items, and how they relate.
+            options: limits of the decoders.
+            on_error: "quarantine" counts what cannot be read or decoded and goes on without it, "raise" stops there.
+            quarantine: file that gets one JSON line per thing left out, or where to count it; None keeps the counts alone.
+            window: batches' worth of bags that the packer chooses from.
+            max_edges: edges that each edge set of a batch holds; 0 derives 8 per segment.
+            late_interaction: its query tokens, documents and document tokens become capacities of a batch.
+
+        Raises:
+            ValueError: an argument is out of range, or a pattern names no shard.
+        """
+        require_count("ShardStream", "world_size", world_size, 1)
+        require_count("ShardStream", "rank", rank, 0, world_size - 1)
+        require_count("ShardStream", "lanes", lanes, 0)
+        require_count("ShardStream", "shuffle", shuffle, 0)
+        require_count("ShardStream", "shuffle_bytes", shuffle_bytes, 0, 2**63 - 1)
+        require_count("ShardStream", "seed", seed, 0, 2**64 - 1)
+        require_count("ShardStream", "threads", 1 if threads is None else threads, 1, 4096)
+        require_count("ShardStream", "processes", 0 if processes is None else processes, 0, 4096)
+        if on_error not in ("quarantine", "raise"):
+            raise ValueError(f'ShardStream.on_error is {on_error!r}: it must be "quarantine" or "raise"')
+        self._arguments: dict[str, Any] = {
+            "seed": seed, "lanes": lanes, "shuffle": shuffle, "shuffle_bytes": shuffle_bytes, "epochs": epochs, "threads": threads,
+            "processes": processes, "schema": schema, "options": options, "on_error": on_error, "quarantine": quarantine,
+            "window": window, "max_edges": max_edges, "late_interaction": late_interaction,
+        }  # fmt: skip
+        self.shape = shape.resolved()
+        self.rank = rank
+        self.world_size = world_size
+        self._sources = _sources_of(sources)
+        self._urls = [source.expanded() for source in self._sources]
+        self._explicit_lanes = lanes
+        self._config = self._configured(lanes or DEFAULT_LANES)
+        if world_size > self._config.plan.lanes:
+            raise ValueError(
+                f"ShardStream.lanes is {lanes}{' (64 are derived)' if not lanes else ''} and world_size is {world_size}: every rank needs "
+                f"a lane of its own; pass lanes={world_size} or a multiple of it"
+            )
+        # Refuses a window, or capacities, out of range where they are given, not at the first batch.
+        Packer(self.shape, window=window, max_edges=max_edges, late_interaction=late_interaction)
+        _warn_if_uneven(self._config.plan.lanes, world_size)
+        self._ledger = Ledger(quarantine if isinstance(quarantine, Quarantine) else Quarantine(quarantine), Counter())
+        self._feed: Feed | None = None
+        self._loaded: StreamState | None = None
+        self._state: StreamState | None = None
+        self._failure: Exception | None = None
+        self._exhausted = False
+        self._closed = False
+
+    def _configured(self, lanes: int) -> FeedConfig:
+        given = self._arguments
+        plan = OrderPlan(
+            sources=tuple(
+                SourcePlan(shards=len(urls), weight=float(source.weight), repeat=source.repeat)
+                for source, urls in zip(self._sources, self._urls, strict=True)
+            ),
+            seed=given["seed"],
+            lanes=lanes,
+            shuffle=given["shuffle"],
+            shuffle_bytes=given["shuffle_bytes"] or DEFAULT_SHUFFLE_BYTES,
+            epochs=given["epochs"],
+        )
+        schema: Schema = given["schema"] or Schema()
+        options: DecodeOptions = given["options"] or DecodeOptions()
+        late = given["late_interaction"]
+        manifest = Manifest(
+            sources=tuple(
+                ManifestSource.of(urls, source.weight, source.repeat) for source, urls in zip(self._sources, self._urls, strict=True)
+            ),
+            seed=plan.seed,
+            lanes=lanes,
+            shuffle=plan.shuffle,
+            shuffle_bytes=plan.shuffle_bytes,
+            epochs=plan.epochs,
+            schema=schema.to_dict(),
+            shape=_plain(self.shape),
+            options={
+                "decode": _plain(options),
+                "window": given["window"],
+                "max_edges": given["max_edges"],
+                "late_interaction": None if late is None else {name: getattr(late, name) for name in _LATE_CAPACITIES},
+            },
+        )
+        return FeedConfig(
+            plan=plan, urls=self._urls, manifest=manifest.to_json(), shape=self.shape, schema=schema, options=options,
+            window=given["window"], max_edges=given["max_edges"], late_interaction=late, rank=self.rank, world_size=self.world_size,
+            threads=given["threads"] or os.cpu_count() or 1, processes=given["processes"] or 0, on_error=given["on_error"],
+        )  # fmt: skip
+
+    @property
+    def lanes(self) -> int:
+        """Lanes of the order: as given, as derived, or as a loaded state has them."""
+        return self._config.plan.lanes
+
+    @property
+    def manifest(self) -> Manifest:
+        """All that the order and the batches are a function of."""
+        return Manifest.from_dict(json.loads(self._config.manifest))
+
+    @property
+    def quarantine(self) -> Quarantine:
+        """What was left out because it cannot be read or decoded: `counts` by kind, `total`, `summary()`."""
+        return self._ledger.quarantine
+
+    @property
+    def left_out(self) -> Counter[str]:
+        """Files that are no item of this stream, by reason: their modality has no live slice, or the schema leaves them out."""
+        return self._ledger.left_out
+
+    @property
+    def state(self) -> StreamState:
+        """The position just after the last batch handed out."""
+        if self._state is None:
+            if self._feed is None and self._loaded is not None:
+                return self._loaded
+            self._state = self._running().state()
+        return self._state
+
+    def load_state(self, state: StreamState | bytes) -> None:
+        """Goes on from `state`, with the batch that comes just after it; what was under way is dropped.
+
+        A state of another number of ranks must be merged first (`StreamState.merge`): its lanes are then dealt anew.
+
+        Raises:
+            ValueError: the state belongs to another stream; the message names what differs.
+        """
+        if isinstance(state, bytes | bytearray | memoryview):
+            state = StreamState.from_bytes(state)
+        if self._closed:
+            raise ValueError("this stream is closed: make another to load a state into")
+        lanes = self._explicit_lanes or state.lanes
+        config = self._configured(lanes)
+        found = Manifest.from_dict(json.loads(config.manifest)).differences(state.manifest)
+        if found:
+            raise ValueError("the state belongs to another stream (this stream's value is not the state's): " + "; ".join(found))
+        if self.world_size > lanes:
+            raise ValueError(f"the state has lanes={lanes} and world_size is {self.world_size}: every rank needs a lane of its own")
+        share = state.deal(self.rank, self.world_size)
+        if lanes != self.lanes:
+            _warn_if_uneven(lanes, self.world_size)
+        self._stop()
+        self._config = config
+        self._feed = Feed(config, self._ledger, share)
+        # Dealt anew, this rank's own state is known once its bags have been put into an empty packer: when first asked for.
+        self._loaded, self._state = state, None if share.packer is None else self._feed.state()
+        self._failure, self._exhausted = None, False
+
+    def split(self, number: int, count: int) -> "ShardStream":
+        """The same stream for part `number` of `count` of this rank's lanes: what one of several reading processes owns."""
+        require_count("ShardStream.split", "count", count, 1)
+        require_count("ShardStream.split", "number", number, 0, count - 1)
+        return ShardStream(
+            self._sources, self.shape, rank=self.rank * count + number, world_size=self.world_size * count, **self._arguments
+        )
+
+    def _running(self) -> Feed:
+        if self._feed is None:
+            self._feed = Feed(self._config, self._ledger)
+        return self._feed
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> PackedBatch:
+        if self._closed:
+            raise ValueError("this stream is closed: make another, and load the state of the last batch to go on")
+        if self._failure is not None:
+            raise self._failure
+        if self._exhausted:
+            raise StopIteration
+        try:
+            batch = self._running().next_batch()
+        except BaseException as error:
+            self._stop()
+            if isinstance(error, Exception):
+                self._failure = error
+            raise
+        if batch is None:
+            self._exhausted = True
+            # No batch has left since a state was loaded, or ever: the position is known to the feed alone.
+            self._state = self.state
+            self._stop()
+            if self.quarantine.total:
+                logger.warning("end of the data: %s", self.quarantine.summary())
+            raise StopIteration
+        self._state, self._loaded = batch.state, None
+        return batch
+
+    def stats(self) -> dict[str, dict[str, float]]:
+        """What each stage has done so far, and how long it worked and waited.
+
+        `read`: drawing, reading and labelling samples. `decode`: workers and inline texts; `wait_s` is how long the packer waited for
+        them, so a stream that waits is limited by decoding. `pack`: placing bags and writing batches.
+        """
+        ledger, feed = self._ledger, self._feed
+        ahead = feed.ahead if feed is not None else None
+        worked_s = ledger.worked_s + (ahead.worked_s if ahead else 0.0)
+        waited_s = ledger.waited_s + (ahead.waited_s if ahead else 0.0)
+        return {
+            "read": {"busy_s": ledger.read_s, "samples": ledger.samples, "bytes": ledger.read_bytes},
+            "decode": {
+                "busy_s": worked_s + ledger.inline_s,
+                "wait_s": waited_s,
+                "workers": ahead.workers if ahead else 0,
+                "in_flight_bytes": ahead.in_flight_bytes if ahead else 0,
+                "peak_bytes": max(ledger.peak_bytes, ahead.peak_bytes if ahead else 0),
+            },
+            "pack": {"busy_s": ledger.pack_s, "batches": ledger.batches},
+        }
+
+    def _stop(self) -> None:
+        feed, self._feed = self._feed, None
+        if feed is not None:
+            feed.close()
+
+    def close(self) -> None:
+        """Joins every thread and process and closes the quarantine log; safe to call again."""
+        self._closed = True
+        self._stop()
+        if not isinstance(self._arguments["quarantine"], Quarantine):
+            self._ledger.quarantine.close()
+
+    def __del__(self) -> None:
+        # An abandoned stream joins its workers too; one that was refused in the making has none.
+        if hasattr(self, "_closed"):
+            self.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        begun = self._state is not None or self._loaded is not None
+        state = self.state.to_bytes() if begun else None
+        return _rebuilt, (self._sources, self.shape, self.rank, self.world_size, self._arguments, state)
+
+
+def _rebuilt(
+    sources: list[Source], shape: BatchShape, rank: int, world_size: int, arguments: dict[str, Any], state: bytes | None
+) -> ShardStream:
+    stream = ShardStream(sources, shape, rank=rank, world_size=world_size, **arguments)
+    if state is not None:
+        stream.load_state(state)
+    return stream
+
+
+def _sources_of(sources: Sources) -> list[Source]:
+    """Patterns are one source together; `Source`s are blended."""
+    if isinstance(sources, Source):
+        return [sources]
+    if isinstance(sources, str | os.PathLike):
+        return [Source(os.fspath(sources))]
+    blended = [source for source in sources if isinstance(source, Source)]
+    patterns = [os.fspath(source) for source in sources if not isinstance(source, Source)]
+    if blended and patterns:
+        raise ValueError(
+            f"sources holds {len(blended)} Sources and {len(patterns)} patterns such as {patterns[0]!r}: wrap each pattern in a Source to "
+            "blend it, or pass patterns alone to read them as one source"
+        )
+    if not blended and not patterns:
+        raise ValueError("sources is empty: name at least one shard")
+    return blended or [Source(patterns)]
+
+
+def _plain(value: Any) -> Any:
+    """A configuration as JSON has it."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(each) for each in (sorted(value) if isinstance(value, set | frozenset) else value)]
+    return value
+
+
+def _warn_if_uneven(lanes: int, world_size: int) -> None:
+    if lanes % world_size == 0:
+        return
+    divisors = [count for count in range(1, lanes + 1) if lanes % count == 0]
+    nearest = min(divisors, key=lambda count: (abs(count - world_size), -count))
+    even = -(-lanes // world_size) * world_size
+    warnings.warn(
+        f"world_size={world_size} does not divide lanes={lanes}: some ranks own {lanes // world_size} lanes and others "
+        f"{-(-lanes // world_size)}, so they run out at different times; use {nearest} ranks, or lanes={even} from the start",
+        UserWarning,
+        stacklevel=3,
+    )

@@ -1,0 +1,364 @@
+"""Strict tar reader over any forward byte stream: members with their byte offsets, one typed error per malformation.
+
+Headers are parsed in batches, a chunk of the stream at a time. Ustar with its prefix, GNU long names, PAX `path` and `size`,
+base-256 sizes and V7 headers are read; links, devices, directories and fifos are skipped and counted, never followed. Blocks of
+zeros are skipped, so that concatenated archives are read to the stream's end. Nothing is allocated by a header's claim.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from io import BytesIO
+from typing import NamedTuple, Protocol
+from zlib import adler32
+
+from treadle.pipeline.tar_header import BLOCK_BYTES, Extension, TarError, checked_size, cut_header, header_name, parse_pax, text_of
+
+__all__ = ["CHUNK_BYTES", "MAX_MEMBER_BYTES", "Block", "ForwardStream", "Member", "MemberReader", "TarError"]
+
+CHUNK_BYTES = 1 << 20
+"""What is read and parsed at a time. A member that passes it is gathered on its own."""
+
+GATHER_BYTES = 8 << 20
+"""A long member is gathered in pieces of this size, so that memory follows what has arrived."""
+
+MAX_EXTENSION_BYTES = 1 << 20
+"""Most bytes of one extension header (GNU long name, PAX records): no path is longer."""
+
+MAX_EXTENSIONS_BYTES = 4 << 20
+"""Most bytes of all extension headers of one member."""
+
+MAX_MEMBER_BYTES = 1 << 30
+"""A longer member is refused as `too_large`; its bytes are skipped, not held."""
+
+_ZERO_BLOCK = bytes(BLOCK_BYTES)
+_WITHOUT_DATA = {0x31: "hard_link", 0x32: "symbolic_link", 0x33: "device", 0x34: "device", 0x35: "directory", 0x36: "fifo", 0x56: "label"}
+_GNU_LONG_NAME, _GNU_LONG_LINK, _GNU_SPARSE, _GNU_MULTIVOLUME = b"LKSM"
+_PAX_LOCAL, _PAX_SOLARIS, _PAX_GLOBAL = b"xXg"
+_EXTENSIONS = frozenset((_GNU_LONG_NAME, _GNU_LONG_LINK, _PAX_LOCAL, _PAX_SOLARIS, _PAX_GLOBAL))
+
+
+class Member(NamedTuple):
+    """A regular file of an archive. Offsets are bytes of the (unpacked) stream."""
+
+    name: str
+    header_offset: int
+    """Where its headers begin, extension headers included."""
+    offset: int
+    """Where its content begins."""
+    size: int
+    """Bytes of content."""
+
+
+class Block(NamedTuple):
+    """Members parsed together; the content of one is `buffer[m.offset - base:][:m.size]`, empty where it was skipped."""
+
+    buffer: bytes
+    base: int
+    members: list[Member]
+
+
+class ForwardStream(Protocol):
+    """What the reader asks of a stream."""
+
+    @property
+    def size(self) -> int | None:
+        """Bytes of the whole stream, where known."""
+        ...
+
+    def read(self, n: int) -> bytes:
+        """The next `n` bytes; fewer only at the end."""
+        ...
+
+    def skip(self, n: int) -> int:
+        """Moves forward by `n` bytes; answers how many there were."""
+        ...
+
+    def back(self, n: int) -> bool:
+        """Moves back by `n` bytes where that costs nothing; answers whether it did."""
+        ...
+
+
+class _Incomplete(Exception):
+    """The buffer ends before what is being parsed does."""
+
+
+class MemberReader:
+    """Reads the members of one archive, forward.
+
+    Args:
+        stream: stands at byte `offset` of the archive.
+        offset: where a member's headers begin, or anything between members.
+        want: asked for members longer than a chunk; False skips the content.
+        contents: False skips whatever content a chunk does not happen to hold.
+        chunk_bytes: bytes read and parsed at a time.
+        max_member_bytes: longer members are refused as `too_large`.
+    """
+
+    def __init__(
+        self,
+        stream: ForwardStream,
+        *,
+        offset: int = 0,
+        want: Callable[[Member], bool] | None = None,
+        contents: bool = True,
+        chunk_bytes: int = CHUNK_BYTES,
+        max_member_bytes: int = MAX_MEMBER_BYTES,
+    ) -> None:
+        self.end = offset
+        """Where the last thing read that was not zeros ends: a member, or one that was skipped."""
+        self.counts: Counter[str] = Counter()
+        """Skipped members by type, and `no_end_marker`."""
+        self.refused: dict[int, tuple[str, str]] = {}
+        """Members whose content is not to be used, by header offset: kind (`sparse`, `too_large`) and detail."""
+        self.shared: dict[bytes, bytes] = {}
+        """`path` and `size` of PAX global headers."""
+        self.cut: TarError | None = None
+        """What was being read when the stream failed, if anything had begun."""
+        self._stream = stream
+        self._start = offset
+        self._want = want
+        self._contents = contents
+        self._chunk_bytes = max(chunk_bytes, 2 * BLOCK_BYTES)
+        self._max_member_bytes = max_member_bytes
+        self._zeros = 0
+        self._need = 0
+        self._long: Member | None = None
+        self._error: TarError | None = None
+
+    def blocks(self) -> Iterator[Block]:
+        """The members, a chunk at a time.
+
+        Raises:
+            TarError: after every whole member before the damage was given.
+        """
+        stream, base, buffer, final = self._stream, self._start, b"", False
+        while True:
+            members, used = self._parse(buffer, base, final)
+            if members:
+                yield Block(buffer, base, members)
+            if self._error is not None:
+                raise self._error
+            if self._long is not None:
+                member, self._long = self._long, None
+                block, base = self._gather(member, buffer[member.offset - base :])
+                buffer = b""
+                yield block
+                continue
+            rest = len(buffer) - used
+            base += used
+            if final:
+                if base + rest == 0:
+                    raise TarError("empty", 0, "no bytes at all")
+                if self._zeros < 2:
+                    self.counts["no_end_marker"] += 1
+                return
+            kept = b"" if rest and stream.back(rest) else buffer[used:]
+            try:
+                piece = stream.read(max(self._chunk_bytes, self._need - len(kept)))
+            except Exception:
+                # A member that lacks only its padding is whole; what else had begun is named.
+                members, _ = self._parse(buffer[used:], base, True)
+                self.cut = self._error
+                if members:
+                    yield Block(buffer[used:], base, members)
+                raise
+            buffer = kept + piece if kept else piece
+            final = len(buffer) <= rest
+
+    def whole(self, buffer: bytes, base: int) -> list[Member]:
+        """The members of a part of an archive, `buffer`, which begins at byte `base`.
+
+        Raises:
+            TarError: it does not hold them whole.
+        """
+        self._zeros, self._error = 0, None
+        self.refused.clear()
+        members, _ = self._parse(buffer, base, True)
+        if self._error is not None:
+            raise self._error
+        return members
+
+    def _gather(self, member: Member, held: bytes) -> tuple[Block, int]:
+        """A member that the buffer does not hold whole: its block, and where reading goes on."""
+        stream, size, total = self._stream, member.size, self._stream.size
+        padded = size + -size % BLOCK_BYTES
+        if total is not None and member.offset + size > total:
+            raise _cut(member, total - member.offset)
+        if size > self._max_member_bytes:
+            self.refused[member.header_offset] = ("too_large", f"{size} bytes; at most {self._max_member_bytes} are read")
+        wanted = self._contents and member.header_offset not in self.refused and (self._want is None or self._want(member))
+        content, have = b"", len(held)
+        if wanted:
+            gathered = BytesIO()
+            gathered.write(held[:size])
+            self.cut = _cut(member, have)
+            while have < size:
+                piece = stream.read(min(size - have, GATHER_BYTES))
+                if not piece:
+                    raise _cut(member, have)
+                have += gathered.write(piece)
+            content = gathered.getvalue()
+        self.cut = _cut(member, have)
+        have += stream.skip(padded - have)
+        self.cut = None
+        if have < size:
+            raise _cut(member, have)
+        self._zeros = 0
+        self.end = member.offset + have
+        return Block(content, member.offset, [member]), self.end
+
+    def _parse(self, buffer: bytes, base: int, final: bool) -> tuple[list[Member], int]:
+        """Every member that `buffer`, at stream offset `base`, holds whole, and how many bytes were used.
+
+        An error is left in `self._error`, so that the members before it are given first.
+        """
+        members: list[Member] = []
+        append = members.append
+        new, adler = tuple.__new__, adler32
+        position = start = 0
+        end, zeros = len(buffer), self._zeros
+        extension = Extension(self.shared) if self.shared else None
+        self._need = BLOCK_BYTES
+        try:
+            while position + BLOCK_BYTES <= end:
+                header = buffer[position : position + BLOCK_BYTES]
+                try:
+                    size = int(header[124:135], 8)
+                    if (
+                        (adler(header[:148]) & 0xFFFF) + (adler(header[156:400]) & 0xFFFF) + (adler(header[400:]) & 0xFFFF) + 253
+                        != int(header[148:154], 8)
+                        or size < 0
+                        or header[135] & 0xDF
+                        or header[154] & 0xDF
+                    ):
+                        size = checked_size(header, base + position, extension)
+                except ValueError:
+                    if header == _ZERO_BLOCK and start == position:
+                        if not zeros:
+                            self.end = base + position
+                        zeros += 1
+                        position += BLOCK_BYTES
+                        start = position
+                        continue
+                    size = checked_size(header, base + position, extension)
+                kind = header[156]
+                data = position + BLOCK_BYTES
+                if (kind == 0x30 or not kind) and extension is None:
+                    name = header[: header.find(0)] if not header[99] else header[:100]
+                    if header[345] and header[257:263] == b"ustar\0":
+                        name = header[345:500].split(b"\0", 1)[0] + b"/" + name
+                    elif not kind and name[-1:] == b"/":
+                        # V7 marks a directory by its name alone; it holds no data.
+                        self.counts["skipped_directory"] += 1
+                        size = -1
+                    if size >= 0:
+                        stop = data + ((size + 511) & -512)
+                        if stop > end:
+                            stop = self._short(text_of(name), base, start, data, size, end, final)
+                        append(new(Member, (str(name, "utf-8", "surrogateescape"), base + start, base + data, size)))
+                        position = stop
+                    else:
+                        position = data
+                elif kind in _EXTENSIONS:
+                    extension = extension or Extension(self.shared)
+                    position = self._extend(buffer, base, start, position, size, extension, final)
+                    if kind == _PAX_GLOBAL and start + BLOCK_BYTES == data:
+                        start, extension, zeros = position, Extension(self.shared) if self.shared else None, 0
+                    continue
+                elif kind in _WITHOUT_DATA:
+                    self.counts[f"skipped_{_WITHOUT_DATA[kind]}"] += 1
+                    position = data
+                else:
+                    position = self._other(buffer, base, start, position, size, extension or Extension({}), final, members)
+                start, zeros = position, 0
+                if extension is not None:
+                    extension = Extension(self.shared) if self.shared else None
+            else:
+                if final and (start < position or buffer[position:].strip(b"\0")):
+                    raise cut_header(buffer[position:], base + start, extension)
+                if final:
+                    start = end
+                self._need = position - start + BLOCK_BYTES
+        except TarError as error:
+            self._error = error
+        except _Incomplete:
+            pass
+        if not zeros:
+            self.end = base + start
+        self._zeros = zeros
+        return members, start
+
+    def _short(self, name: str, base: int, start: int, data: int, size: int, end: int, final: bool) -> int:
+        """Where a member that runs past the buffer ends after all: only its padding is missing. Else raises what is to be done."""
+        if final:
+            if data + size <= end:
+                return end
+            raise _cut(Member(name, base + start, base + data, size), end - data)
+        self._need = data + size + -size % BLOCK_BYTES - start
+        if self._need > self._chunk_bytes or not self._contents:
+            self._long = Member(name, base + start, base + data, size)
+        raise _Incomplete
+
+    def _extend(self, buffer: bytes, base: int, start: int, position: int, size: int, extension: Extension, final: bool) -> int:
+        """Takes one extension header in; answers where the next header begins."""
+        kind, data, end = buffer[position + 156], position + BLOCK_BYTES, len(buffer)
+        stop = data + size + -size % BLOCK_BYTES
+        if size > MAX_EXTENSION_BYTES or stop - start > MAX_EXTENSIONS_BYTES:
+            raise TarError("bad_header", base + start, f"extension headers of {size} bytes; at most {MAX_EXTENSION_BYTES} are read")
+        if stop > end:
+            if final:
+                raise TarError("truncated_header", base + start, f"{end - data} of {size} bytes of an extension header are there")
+            self._need = stop - start + BLOCK_BYTES
+            raise _Incomplete
+        body = buffer[data : data + size]
+        if kind == _GNU_LONG_NAME:
+            if extension.name is None:
+                extension.name = text_of(body.split(b"\0", 1)[0])
+        elif kind != _GNU_LONG_LINK:
+            try:
+                records = parse_pax(body)
+            except ValueError as error:
+                raise TarError("bad_header", base + start, f"PAX extension header: {error}", extension.name or "", True) from None
+            if kind == _PAX_GLOBAL:
+                self.shared.update({key: value for key, value in records.items() if key in (b"path", b"size")})
+                self.shared = {key: value for key, value in self.shared.items() if value}
+            else:
+                extension.apply(records, base + start)
+        return stop
+
+    def _other(
+        self, buffer: bytes, base: int, start: int, position: int, size: int, extension: Extension, final: bool, members: list[Member]
+    ) -> int:
+        """Takes in a file with extension headers, of GNU's sparse type, or of a type unknown, which POSIX counts as a file."""
+        header, data, end = buffer[position : position + BLOCK_BYTES], position + BLOCK_BYTES, len(buffer)
+        name = extension.name if extension.name is not None else header_name(header)
+        kind = header[156]
+        if kind == _GNU_MULTIVOLUME:
+            raise TarError("unsupported", base + start, f"{name!r} goes on from another volume", name, True)
+        if not kind and name.endswith("/"):
+            self.counts["skipped_directory"] += 1
+            return data
+        if kind == _GNU_SPARSE:
+            more = header[482]
+            while more:
+                if data + BLOCK_BYTES > end or data - start > MAX_EXTENSIONS_BYTES:
+                    if final or data - start > MAX_EXTENSIONS_BYTES:
+                        raise TarError("truncated_header", base + start, f"the map of sparse {name!r} does not end", name, True)
+                    self._need = data + 2 * BLOCK_BYTES - start
+                    raise _Incomplete
+                more = buffer[data + 504]
+                data += BLOCK_BYTES
+        elif extension.size is not None:
+            size = extension.size
+        if kind == _GNU_SPARSE or extension.sparse:
+            self.refused[base + start] = ("sparse", f"{name!r} is stored sparse; store it whole (tar without --sparse)")
+        stop = data + size + -size % BLOCK_BYTES
+        if stop > end:
+            stop = self._short(name, base, start, data, size, end, final)
+        members.append(Member(name, base + start, base + data, size))
+        return stop
+
+
+def _cut(member: Member, have: int) -> TarError:
+    detail = f"{member.name!r} says {member.size} bytes, {max(0, have)} are there"
+    return TarError("truncated_member", member.header_offset, detail, member.name, True)

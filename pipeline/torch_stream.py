@@ -1,0 +1,138 @@
+"""TorchStream: a shard stream as a torch `IterableDataset`, for any trainer and any number of DataLoader workers.
+
+Each worker owns a share of the rank's lanes, as if it were a rank of its own: worker `w` of `n` on rank `r` of `W` is rank
+`r * n + w` of `W * n`. Batches come whole, so the DataLoader takes `batch_size=None`.
+
+    loader = stream.loader(num_workers=4)
+    for batch in loader:
+        ...
+        checkpoint["data"] = stream.state_dict()
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from treadle.pipeline.batch import PackedBatch
+from treadle.pipeline.state import StreamState
+from treadle.pipeline.stream import ShardStream
+from treadle.shape import require_count
+
+if TYPE_CHECKING:
+    Batches = IterableDataset[PackedBatch]
+else:
+    Batches = IterableDataset
+
+
+class TorchStream(Batches):
+    """Yields the `PackedBatch`es of a `ShardStream`, with `state_dict` and `load_state_dict`.
+
+    The state is that of the batches that have been *handed out*, however many a DataLoader has fetched ahead. Without workers, and
+    in `loader()`, that is known by itself. With a DataLoader of one's own and workers, call `observe(batch)` for each batch that it
+    gives; a loader that keeps each worker's `state_dict` itself (torchdata's StatefulDataLoader) needs neither.
+    """
+
+    def __init__(self, stream: ShardStream) -> None:
+        super().__init__()
+        self.stream = stream
+        self._states: dict[int, StreamState] = {}
+        """By rank among all readers, the position after the last batch handed out."""
+        self._loaded: StreamState | None = None
+        """A merged state that no reader has gone on from yet."""
+        self._readers = 1
+        """Workers that the states above belong to."""
+        self._next_reader = 0
+        """Which reader the next batch comes from; a DataLoader asks them in turn."""
+
+    def __iter__(self) -> Iterator[PackedBatch]:
+        worker = get_worker_info()
+        if worker is None:
+            self._readers = 1
+            stream = self._going_on(self.stream)
+            for batch in stream:
+                self.observe(batch)
+                yield batch
+            return
+        # The worker that is asked first goes on where the next batch is due.
+        number = (worker.id + self._next_reader) % worker.num_workers
+        with self._going_on(self.stream.split(number, worker.num_workers)) as stream:
+            for batch in stream:
+                # What this copy knows is its own position; whose turn is next is known where the batches arrive.
+                assert batch.state is not None
+                self._states[stream.rank] = batch.state
+                yield batch
+
+    def _going_on(self, stream: ShardStream) -> ShardStream:
+        """`stream`, from the loaded state where there is one."""
+        readers = {state.world_size for state in self._states.values()}
+        if readers - {stream.world_size}:
+            raise ValueError(
+                f"the loaded state is of {max(readers)} readers over all ranks, now there are {stream.world_size}: merge the state_dicts of "
+                "all ranks with TorchStream.merge and load that"
+            )
+        state = self._states.get(stream.rank, self._loaded)
+        if state is not None:
+            stream.load_state(state)
+        return stream
+
+    def observe(self, batch: PackedBatch) -> None:
+        """Notes that `batch` has been handed out."""
+        state = batch.state
+        if state is None:
+            raise ValueError("observe: this batch carries no state: it does not come from a ShardStream")
+        self._states[state.ranks[0]] = state
+        self._readers = max(1, state.world_size // self.stream.world_size)
+        self._next_reader = (state.ranks[0] - self.stream.rank * self._readers + 1) % self._readers
+
+    def loader(self, *, num_workers: int = 0, prefetch_factor: int | None = None, **options: Any) -> Iterator[PackedBatch]:
+        """The batches through a DataLoader, observed as they are handed out."""
+        require_count("TorchStream.loader", "num_workers", num_workers, 0)
+        loader: DataLoader[PackedBatch] = DataLoader(
+            self, batch_size=None, num_workers=num_workers, prefetch_factor=prefetch_factor, **options
+        )
+        for batch in loader:
+            self.observe(batch)
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last batch handed out: bytes and numbers only."""
+        states = dict(self._states)
+        if self._loaded is None:
+            # A reader that has handed nothing out yet stands at its beginning.
+            for number in range(self._readers):
+                rank = self.stream.rank * self._readers + number
+                if rank not in states:
+                    states[rank] = (self.stream if self._readers == 1 else self.stream.split(number, self._readers)).state
+        return {
+            "states": {rank: state.to_bytes() for rank, state in sorted(states.items())},
+            "merged": None if self._loaded is None else self._loaded.to_bytes(),
+            "readers": self._readers,
+            "next_reader": self._next_reader,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes on from what `state_dict`, or `merge`, answered.
+
+        Raises:
+            ValueError: it is no such thing, or belongs to another stream.
+        """
+        missing = [name for name in ("states", "merged", "readers", "next_reader") if name not in state_dict]
+        if missing:
+            raise ValueError(f"load_state_dict: {', '.join(missing)} missing: pass what state_dict or merge answered")
+        self._states = {int(rank): StreamState.from_bytes(data) for rank, data in state_dict["states"].items()}
+        merged = state_dict["merged"]
+        self._loaded = None if merged is None else StreamState.from_bytes(merged)
+        self._readers, self._next_reader = int(state_dict["readers"]), int(state_dict["next_reader"])
+
+    @staticmethod
+    def merge(state_dicts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The state_dicts of all ranks as one, to be loaded by any number of ranks and workers.
+
+        Raises:
+            ValueError: a reader's state is there twice or missing.
+        """
+        if any(each["merged"] is not None for each in state_dicts):
+            raise ValueError("TorchStream.merge: a reader has not handed out a batch since a merged state was loaded: merge after its first one")
+        states = [StreamState.from_bytes(data) for each in state_dicts for data in each["states"].values()]
+        return {"states": {}, "merged": StreamState.merge(states).to_bytes(), "readers": 1, "next_reader": 0}

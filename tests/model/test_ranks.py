@@ -1,0 +1,326 @@
+"""A world of ranks takes the steps that one process takes: every objective, dealt evenly, unevenly, or to some ranks alone.
+
+Ranks are processes that run this file as a script and write what they saw; the test compares that with one process. One launch runs
+all of a world size's scenarios.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from treadle.model.config import Choices, Contrastive, LateInteraction, OptimizerConfig, Schedule, TrainerConfig
+from treadle.model.mesh import Mesh, MeshOptions
+from treadle.model.trainer import PeerRefusedError, Trainer
+from treadle.pipeline import PackedBatch, Packer, StepItems
+from treadle.shape import Negatives, Objective, PairLossForm
+
+STEPS = 3
+
+Deal = list[list[list[int] | None]]
+"""Micro-batches; in each, the seeds of every rank, or None."""
+
+
+def _conftest() -> Any:
+    spec = importlib.util.spec_from_file_location("sample_items", Path(__file__).with_name("conftest.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+SAMPLES = _conftest()
+
+
+@dataclass(frozen=True)
+class Scenario:
+    changes: dict[str, Any]
+    deal: Deal
+    texts_only: tuple[int, ...] = ()
+    """Ranks that get no pictures; dealt to one process, the same items have none either."""
+    accumulated: int = 0
+    """Micro-batches given to `accumulate` before the step."""
+
+
+def config_of(scenario: Scenario) -> TrainerConfig:
+    base = TrainerConfig(
+        depth=1,
+        hidden=128,
+        batch=SAMPLES.SHAPE,
+        schedule=Schedule(steps=50, learning_rate=2e-4, warmup_steps=1),
+        optimizer=OptimizerConfig(eps=1e-6),
+        device="cpu",
+    )
+    return replace(base, **scenario.changes)
+
+
+NAMED_JOINT = {
+    "objective": Objective.JOINT,
+    "contrastive": Contrastive(negatives=Negatives.NAMED, matryoshka_dimensions=(32, 128)),
+    "late_interaction": LateInteraction(weight=0.5, width=16),
+    "choices": Choices(weight=1.0),
+}
+RANKED = {"objective": Objective.CONTRASTIVE, "contrastive": Contrastive(pair_loss=PairLossForm.RANKED)}
+BALANCED = {"objective": Objective.CONTRASTIVE, "contrastive": Contrastive(pair_loss=PairLossForm.BALANCED, inverse_temperature=8.0)}
+SIGMOID = {"objective": Objective.JOINT, "contrastive": Contrastive(matryoshka_dimensions=(64,))}
+
+WORLDS: dict[int, dict[str, Scenario]] = {
+    2: {
+        "masked_uneven": Scenario({}, [[[0, 1], [2, 3, 4, 5]]]),
+        "masked_none": Scenario({}, [[[0, 1, 2, 3], None]]),
+        "joint_named_uneven": Scenario(NAMED_JOINT, [[[0, 1, 2, 3], [4, 5]]]),
+        "joint_named_none": Scenario(NAMED_JOINT, [[None, [0, 1, 2, 3]]]),
+        "joint_named_texts_only": Scenario(NAMED_JOINT, [[[0, 1], [2, 3]]], texts_only=(0,)),
+        "ranked": Scenario(RANKED, [[[0, 1, 2, 3], [8, 9]]]),
+        "ranked_none": Scenario(RANKED, [[None, [0, 1, 2, 3]]]),
+        "balanced_micro_batches": Scenario(BALANCED, [[[0, 1], [2, 3]], [[4, 5], None]]),
+        "sigmoid_groups_across_ranks": Scenario(SIGMOID, [[[0, 1], [8, 9, 2, 3]]]),
+        "joint_accumulated": Scenario(SIGMOID, [[[0, 1], [2, 3]], [[4, 5], None], [[6, 7], [10, 11]]], accumulated=2),
+    },
+    3: {
+        "masked_micro_batches": Scenario({}, [[[0, 1], None, [2, 3]], [None, [4, 5], [6, 7]]]),
+        "joint_named_uneven": Scenario(NAMED_JOINT, [[[0, 1], None, [2, 3, 4, 5]]]),
+        "ranked": Scenario(RANKED, [[[0, 1], [8, 9], [2, 3]]]),
+        "sigmoid_accumulated": Scenario(SIGMOID, [[[0, 1], None, [2, 3]], [None, [4, 5], [6, 7]]], accumulated=1),
+    },
+}
+
+
+def items_of(seeds: list[int], *, texts_only: bool) -> StepItems:
+    """Captions and pictures, in blocks of two seeds, and a text that makes a choice for each block."""
+    items: StepItems = SAMPLES.caption_pairs(seeds)
+    if not texts_only:
+        return items
+    return StepItems([0] * len(seeds), [SAMPLES.caption(s) for s in seeds], ids=[1000 * s + 1 for s in seeds], sides=[1] * len(seeds))
+
+
+def joined(parts: list[StepItems]) -> StepItems:
+    """The items of several ranks as one rank's."""
+    offset, bag = 0, 0
+    columns: dict[str, list[int]] = {"modalities": [], "bags": [], "ids": [], "groups": [], "sides": []}
+    contents: list[Any] = []
+    sets: dict[str, tuple[list[int], list[int], list[float]]] = {"attract": ([0], [], []), "repel": ([0], [], [])}
+    for part in parts:
+        count = len(part)
+        columns["modalities"] += part.modalities.tolist()
+        columns["bags"] += [bag + b for b in (part.bags.tolist() if part.bags is not None else range(count))]
+        columns["ids"] += part.ids.tolist() if part.ids is not None else []
+        columns["groups"] += part.groups.tolist() if part.groups is not None else [0] * count
+        columns["sides"] += part.sides.tolist() if part.sides is not None else [0] * count
+        contents += [part.content(i) for i in range(count)]
+        for name, (offsets, ids, weights) in sets.items():
+            edges = getattr(part.relations, name)
+            starts = edges.offsets.tolist() if len(edges.offsets) else [0] * (count + 1)
+            offsets += [offsets[-1] + o for o in starts[1:]]
+            ids += [offset + i for i in edges.ids.tolist()]
+            weights += edges.weights_or_ones().tolist()
+        offset += count
+        bag += count
+    relations = SAMPLES.Relations(**{name: SAMPLES.Edges(*lists) for name, lists in sets.items()})
+    return StepItems(
+        columns["modalities"],
+        contents,
+        columns["bags"],
+        ids=columns["ids"],
+        groups=columns["groups"],
+        sides=columns["sides"],
+        relations=relations,
+    )
+
+
+def run(scenario: Scenario, mesh: Mesh | None, batches: list[PackedBatch | None]) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
+    """Takes the steps; answers their numbers and the weights after them."""
+    numbers: list[list[float]] = []
+    with Trainer(replace(config_of(scenario), mesh=mesh)) as trainer:
+        for _ in range(STEPS):
+            for batch in batches[: scenario.accumulated]:
+                trainer.accumulate(batch)
+            rest = [b for b in batches[scenario.accumulated :] if b is not None]
+            stats = trainer.step(rest if rest else None).stats
+            numbers.append(
+                [
+                    stats.loss,
+                    stats.contrastive_loss,
+                    stats.masked_text_loss,
+                    stats.masked_image_loss,
+                    stats.late_interaction_loss,
+                    stats.gradient_norm,
+                    float(stats.truncated),
+                ]
+            )
+        return numbers, {name: p.detach().clone() for name, p in trainer.network.named_parameters()}
+
+
+def rank_batches(scenario: Scenario, rank: int) -> list[PackedBatch | None]:
+    packer = Packer(SAMPLES.SHAPE)
+    batches: list[PackedBatch | None] = []
+    for micro_batch in scenario.deal:
+        seeds = micro_batch[rank]
+        batches.append(None if seeds is None else packer.pack(items_of(seeds, texts_only=rank in scenario.texts_only)))
+    return batches
+
+
+def world_batches(scenario: Scenario) -> list[PackedBatch | None]:
+    packer = Packer(SAMPLES.SHAPE)
+    return [
+        packer.pack(joined([items_of(s, texts_only=r in scenario.texts_only) for r, s in enumerate(micro) if s is not None]))
+        for micro in scenario.deal
+    ]
+
+
+def _stop_by_one_rank(mesh: Mesh, batch: PackedBatch) -> list[int | None]:
+    config = config_of(Scenario({}, []))
+    with Trainer(replace(config, mesh=mesh)) as trainer:
+        # Rank 0's stream has three batches, rank 1's one: both take three steps and end together.
+        last = trainer.fit([batch] * (3 if mesh.rank == 0 else 1))
+        taken = [last.step if last is not None else None]
+    with Trainer(replace(config, mesh=mesh)) as trainer:
+        last = trainer.fit([batch] * 9, on_step=lambda result: not (mesh.rank == 1 and result.step == 2))
+        return [*taken, last.step if last is not None else None]
+
+
+def _refusals(mesh: Mesh, batch: PackedBatch) -> list[str]:
+    told: list[str] = []
+    config = replace(config_of(Scenario({}, [])), mesh=mesh)
+    try:
+        Trainer(replace(config, hidden=128 * (1 + mesh.rank)))
+    except ValueError as error:
+        told.append(str(error))
+    with Trainer(config) as trainer:
+        too_large = Packer(replace(SAMPLES.SHAPE, max_rows_per_device=5)).pack(StepItems([0], [b"x"]))
+        try:
+            trainer.step(too_large if mesh.rank == 1 else batch)
+        except (ValueError, PeerRefusedError) as error:
+            told.append(str(error))
+        if mesh.rank == 0:
+            trainer.accumulate(batch)
+        else:
+            trainer.accumulate(None)
+        told.append(str(trainer.step(batch).step))
+    return told
+
+
+def _save_and_resume(mesh: Mesh, folder: Path) -> dict[str, Any]:
+    scenario = WORLDS[2]["joint_accumulated"]
+    config = replace(config_of(scenario), mesh=mesh)
+    batches = rank_batches(scenario, mesh.rank)
+    first, second, third = batches
+    assert first is not None and third is not None
+    path = folder / "world.safetensors"
+    with Trainer(config) as trainer:
+        trainer.step(first)
+        trainer.accumulate(second)
+        trainer.save(path)
+        expected = trainer.step(third).stats
+        weights = {name: p.detach().clone() for name, p in trainer.network.named_parameters()}
+    mesh.world.barrier()
+    with Trainer(replace(config, resume=path)) as trainer:
+        resumed = trainer.step(third).stats
+        same = all(torch.equal(p, weights[name]) for name, p in trainer.network.named_parameters())
+    return {"same": same, "equal": resumed == expected, "loss": resumed.loss, "norm": resumed.gradient_norm}
+
+
+def main(folder: Path, world_size: int, rank: int) -> None:
+    torch.set_num_threads(1)
+    options = MeshOptions(directory=folder, host_domain_index=rank, host_domain_count=world_size, timeout_s=100)
+    with Mesh.bootstrap(options, device="cpu") as mesh:
+        out: dict[str, Any] = {}
+        for name, scenario in WORLDS[world_size].items():
+            numbers, weights = run(scenario, mesh, rank_batches(scenario, rank))
+            out[name] = numbers
+            torch.save(weights, folder / f"{name}-{rank}.pt")
+        batch = Packer(SAMPLES.SHAPE).pack(items_of([0, 1], texts_only=False))
+        if world_size == 2:
+            out["fit"] = _stop_by_one_rank(mesh, batch)
+            out["refusals"] = _refusals(mesh, batch)
+            out["resume"] = _save_and_resume(mesh, folder)
+    (folder / f"out-{rank}.json").write_text(json.dumps(out))
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Path]]:
+    """Runs a world once and answers the folder of its output."""
+    done: dict[int, Path] = {}
+
+    def launch(world_size: int) -> Path:
+        if world_size not in done:
+            folder = tmp_path_factory.mktemp(f"world-{world_size}")
+            ranks = [
+                subprocess.Popen(
+                    [sys.executable, __file__, str(folder), str(world_size), str(rank)],
+                    env={**os.environ, "OMP_NUM_THREADS": "1"},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+                for rank in range(world_size)
+            ]
+            outputs = [rank.communicate(timeout=280)[0] for rank in ranks]
+            assert all(rank.returncode == 0 for rank in ranks), "\n".join(outputs)
+            done[world_size] = folder
+        return done[world_size]
+
+    yield launch
+
+
+@pytest.mark.parametrize(("world_size", "name"), [(size, name) for size, found in WORLDS.items() for name in found])
+def test_a_world_takes_the_steps_of_one_process(world_size: int, name: str, launched: Callable[[int], Path]) -> None:
+    folder = launched(world_size)
+    scenario = WORLDS[world_size][name]
+    expected, expected_weights = run(scenario, None, world_batches(scenario))
+    assert expected[0][-2] > 0
+    for rank in range(world_size):
+        seen = json.loads((folder / f"out-{rank}.json").read_text())[name]
+        for ours, theirs in zip(seen, expected, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
+        weights = torch.load(folder / f"{name}-{rank}.pt", weights_only=True)
+        for key, value in expected_weights.items():
+            torch.testing.assert_close(weights[key], value, rtol=0, atol=1e-5, msg=lambda m, key=key: f"{key}: {m}")  # type: ignore[misc]
+    first = torch.load(folder / f"{name}-0.pt", weights_only=True)
+    last = torch.load(folder / f"{name}-{world_size - 1}.pt", weights_only=True)
+    assert all(torch.equal(first[key], last[key]) for key in first)
+
+
+def _out(folder: Path, rank: int, key: str) -> Any:
+    return json.loads((folder / f"out-{rank}.json").read_text())[key]
+
+
+def test_ranks_end_together(launched: Callable[[int], Path]) -> None:
+    folder = launched(2)
+    # Streams of three and one batches: three steps. Rank 1 asks to stop after step 2: no rank takes a third.
+    assert [_out(folder, rank, "fit") for rank in range(2)] == [[3, 2], [3, 2]]
+
+
+def test_what_one_rank_cannot_take_is_told_to_all(launched: Callable[[int], Path]) -> None:
+    first, second = (_out(launched(2), rank, "refusals") for rank in range(2))
+    for told in (first, second):
+        assert "config.hidden is 256 on rank 1 and 128 on rank 0" in told[0]
+        assert told[2] == "1"
+    assert "rank 1 could not take its batch" in first[1]
+    assert "max_rows_per_device is 5, the trainer's 4" in second[1]
+
+
+def test_a_world_resumes_bit_for_bit_and_another_world_size_takes_the_window_over(launched: Callable[[int], Path]) -> None:
+    folder = launched(2)
+    seen = [_out(folder, rank, "resume") for rank in range(2)]
+    assert all(s["same"] and s["equal"] for s in seen)
+    # One process resumes what two saved in the middle of a window; ambient pairs of the open window were already scored.
+    scenario = WORLDS[2]["joint_accumulated"]
+    batch = world_batches(scenario)[2]
+    assert batch is not None
+    with Trainer(replace(config_of(scenario), resume=folder / "world.safetensors")) as trainer:
+        stats = trainer.step(batch).stats
+    assert stats.loss == pytest.approx(seen[0]["loss"], rel=1e-5)
+    assert stats.gradient_norm == pytest.approx(seen[0]["norm"], rel=1e-5)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

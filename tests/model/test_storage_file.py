@@ -1,0 +1,264 @@
+"""One safetensors file: whole or not at all, equal to what the published reader sees, every way of being bad refused by name."""
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from treadle.model.storage_file import (
+    DamagedFileError,
+    MissingFileError,
+    NewerFormatError,
+    StorageFileError,
+    TruncatedFileError,
+    UnwritableFileError,
+    WrongFormatError,
+    read_metadata,
+    read_tensors,
+    require_format,
+    write_tensors,
+)
+
+TENSORS: dict[str, Tensor] = {
+    "z": torch.arange(6.0).reshape(2, 3),
+    "scalar": torch.tensor(3, dtype=torch.int64),
+    "empty": torch.zeros(0, 4),
+    "bf16": torch.tensor([1.5, -2.25], dtype=torch.bfloat16),
+    "flags": torch.tensor([True, False, True]),
+    "odd": torch.arange(3, dtype=torch.uint8),
+    "f64": torch.tensor([torch.pi], dtype=torch.float64),
+}
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a)
+
+
+def test_round_trip_and_the_published_reader_agree(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    metadata = {"format": "x", "text": 'quotes " and \u20ac "treadle.crc32":"00000000"'}
+    write_tensors(path, TENSORS, metadata)
+    tensors, read = read_tensors(path)
+    assert same(tensors, TENSORS) and read == metadata and read_metadata(path) == metadata
+    assert same(load_file(path), TENSORS)
+    with safe_open(path, "pt") as file:
+        assert file.metadata()["text"] == metadata["text"]
+    assert os.listdir(tmp_path) == ["a.safetensors"]
+
+
+def test_a_plain_safetensors_file_is_read(tmp_path: Path) -> None:
+    save_file(TENSORS, tmp_path / "a", metadata={"k": "v"})
+    tensors, metadata = read_tensors(tmp_path / "a")
+    assert same(tensors, TENSORS) and metadata == {"k": "v"}
+
+
+def test_numpy_arrays_views_and_shared_storage(tmp_path: Path) -> None:
+    base = torch.arange(12.0).reshape(3, 4)
+    frozen = np.arange(4, dtype=np.uint64)
+    frozen.setflags(write=False)
+    write_tensors(tmp_path / "a", {"t": base.T, "base": base, "u": frozen, "big": np.array([1, 2], dtype=">i4")}, {})
+    tensors, _ = read_tensors(tmp_path / "a")
+    assert torch.equal(tensors["t"], base.T) and torch.equal(tensors["base"], base)
+    assert tensors["u"].dtype == torch.uint64 and tensors["u"].tolist() == [0, 1, 2, 3]
+    assert tensors["big"].tolist() == [1, 2]
+
+
+def test_equal_content_gives_equal_bytes(tmp_path: Path) -> None:
+    write_tensors(tmp_path / "a", TENSORS, {"a": "1", "b": "2"})
+    write_tensors(tmp_path / "b", dict(reversed(TENSORS.items())), {"b": "2", "a": "1"})
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_every_cut_is_refused(tmp_path: Path) -> None:
+    write_tensors(tmp_path / "a", TENSORS, {})
+    whole = (tmp_path / "a").read_bytes()
+    bad = tmp_path / "bad"
+    for size in range(len(whole)):
+        bad.write_bytes(whole[:size])
+        with pytest.raises(TruncatedFileError, match="bad: "):
+            read_tensors(bad)
+
+
+def test_every_flipped_byte_is_refused(tmp_path: Path) -> None:
+    write_tensors(tmp_path / "a", {"w": torch.arange(5.0)}, {"k": "v"})
+    whole = (tmp_path / "a").read_bytes()
+    bad = tmp_path / "bad"
+    for at in range(len(whole)):
+        bad.write_bytes(whole[:at] + bytes([whole[at] ^ 0x11]) + whole[at + 1 :])
+        try:
+            tensors, metadata = read_tensors(bad)
+        except StorageFileError:
+            continue
+        # Flipping a letter of the checksum's own name leaves a file without one, which any safetensors writer may make.
+        assert torch.equal(tensors["w"], torch.arange(5.0)) and "treadle.crc32" not in metadata and len(metadata) == 2
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.binary(max_size=200))
+def test_noise_is_refused(tmp_path_factory: pytest.TempPathFactory, noise: bytes) -> None:
+    path = tmp_path_factory.getbasetemp() / "noise"
+    for data in (noise, len(noise).to_bytes(8, "little") + noise):
+        path.write_bytes(data)
+        with pytest.raises(StorageFileError):
+            read_tensors(path)
+
+
+def entry(**fields: object) -> dict[str, object]:
+    return {"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | fields}
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (entry(dtype="F99"), "unknown type"),
+        (entry(dtype=None), "unknown type"),
+        (entry(shape=[10**15]), "takes 4000000000000000 bytes, its place 8"),
+        (entry(shape=[2**40, 2**40, 2**40]), "bytes, its place 8"),
+        (entry(shape=[-2]), "broken shape"),
+        (entry(shape=[True, 2]), "broken shape"),
+        (entry(shape="2"), "broken shape"),
+        (entry(shape=[1] * 65 + [2]), "broken shape"),
+        (entry(data_offsets=[8, 0]), "its place -8"),
+        (entry(data_offsets=[4, 12]), "starts at byte 4"),
+        (entry(data_offsets=[0]), "broken shape or place"),
+        (entry() | {"v": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}, "starts at byte 0 of the data, not at 8"),
+        ({"w": 3}, "no JSON object"),
+        ({"__metadata__": []}, "no JSON object"),
+        (entry() | {"__metadata__": {"a": 1}}, "no string"),
+        (entry(shape=[1], data_offsets=[0, 4]), "4 bytes follow"),
+    ],
+)
+def test_broken_tables_are_refused_before_memory_is_taken(tmp_path: Path, table: dict[str, object], message: str) -> None:
+    header = json.dumps(table).encode()
+    path = tmp_path / "bad"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    with pytest.raises(DamagedFileError, match=message):
+        read_tensors(path)
+
+
+@pytest.mark.parametrize("header", [b"[]", b'{"a":1,"a":2}', b'{"a":' * 100_000, b"{" + b"9" * 5000, b'{"\xff":1}'])
+def test_headers_that_are_no_object(tmp_path: Path, header: bytes) -> None:
+    (tmp_path / "bad").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(DamagedFileError, match="no safetensors file"):
+        read_tensors(tmp_path / "bad")
+
+
+def test_missing_and_folder(tmp_path: Path) -> None:
+    for read in (read_tensors, read_metadata):
+        with pytest.raises(MissingFileError, match="no such file"):
+            read(tmp_path / "nothing")
+        with pytest.raises(StorageFileError):
+            read(tmp_path)
+    with pytest.raises(UnwritableFileError, match="is a folder"):
+        write_tensors(tmp_path, {}, {})
+    with pytest.raises(UnwritableFileError, match="there is no folder"):
+        write_tensors(tmp_path / "none" / "a", {}, {})
+
+
+def test_formats(tmp_path: Path) -> None:
+    good = {"format": "record", "format_version": "2"}
+    assert require_format("p", good, "record", 3) == 2
+    with pytest.raises(NewerFormatError, match="format 2, this version reads up to 1: update treadle"):
+        require_format("p", good, "record", 1)
+    with pytest.raises(WrongFormatError, match="holds record: a checkpoint is needed"):
+        require_format("p", good, "checkpoint", 1)
+    with pytest.raises(WrongFormatError, match="no named kind"):
+        require_format("p", {}, "checkpoint", 1)
+    for text in ("", "-1", "1e3", "9" * 5000, "\u0663"):
+        with pytest.raises(DamagedFileError, match="whole number"):
+            require_format("p", {"format": "record", "format_version": text}, "record", 1)
+
+
+def test_what_cannot_be_held(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'s' of type"):
+        write_tensors(tmp_path / "a", {"s": np.array(["text"])}, {})
+    with pytest.raises(ValueError, match="reserved"):
+        write_tensors(tmp_path / "a", {}, {"treadle.crc32": "1"})
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_stop_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    write_tensors(path, {"w": torch.zeros(1)}, {})
+    seen: list[tuple[int, int]] = []
+
+    def stop(done: int, total: int) -> None:
+        seen.append((done, total))
+        if done == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_tensors(path, TENSORS, {}, on_tensor=stop)
+    assert seen == [(1, 7), (2, 7), (3, 7)] and os.listdir(tmp_path) == ["a"]
+    assert read_tensors(path)[0]["w"].item() == 0
+    with pytest.raises(KeyboardInterrupt):
+        write_tensors(path, TENSORS, {})
+        read_tensors(path, on_tensor=stop)
+
+
+def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
+    """The file-size limit of the process stands for the full disk: both fail a write half way through."""
+    path = tmp_path / "a"
+    write_tensors(path, {"w": torch.zeros(1)}, {})
+    script = """
+import resource, signal, sys, torch
+from treadle.model.storage_file import UnwritableFileError, write_tensors
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+try:
+    write_tensors(sys.argv[1], {str(i): torch.zeros(10_000) for i in range(9)}, {})
+except UnwritableFileError as error:
+    sys.exit(0 if "cannot be written" in str(error) else 1)
+sys.exit(2)
+"""
+    assert subprocess.run([sys.executable, "-c", script, str(path)], check=False).returncode == 0
+    assert os.listdir(tmp_path) == ["a"] and read_tensors(path)[0]["w"].item() == 0
+
+
+def write_forever(path: str) -> None:
+    at = 0
+    while True:
+        at += 1
+        write_tensors(path, {str(i): torch.full((2000,), float(at)) for i in range(20)}, {"at": str(at)})
+
+
+def test_killed_writers_leave_a_whole_file_and_their_leftovers_go(tmp_path: Path) -> None:
+    path = tmp_path / "a[1].safetensors"
+    context = multiprocessing.get_context("spawn")
+    write_tensors(path, {str(i): torch.zeros(2000) for i in range(20)}, {"at": "0"})
+    for turn in range(2):
+        before = path.stat().st_mtime_ns
+        writer = context.Process(target=write_forever, args=(str(path),))
+        writer.start()
+        while path.stat().st_mtime_ns == before:  # the writer lives and has written at least once
+            assert writer.is_alive()
+        for _ in range(turn * 1000):
+            path.stat()
+        writer.kill()
+        writer.join()
+        tensors, metadata = read_tensors(path)
+        assert all(torch.equal(t, torch.full((2000,), float(metadata["at"]))) for t in tensors.values())
+    (tmp_path / ".a[1].safetensors.0123456789ab.tmp").write_bytes(b"left by a killed writer")
+    write_tensors(path, {}, {})
+    assert os.listdir(tmp_path) == [path.name]
+
+
+def test_a_read_only_folder_is_named(tmp_path: Path) -> None:
+    if os.geteuid() == 0:
+        target = Path("/proc/treadle")  # root writes through permissions; nobody creates files here
+    else:
+        tmp_path.chmod(0o500)
+        target = tmp_path / "a"
+    with pytest.raises(UnwritableFileError, match="cannot be written"):
+        write_tensors(target, {}, {})

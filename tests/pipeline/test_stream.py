@@ -1,0 +1,589 @@
+"""pipeline/stream.py over real tars of texts, PNGs and WAVs: the same batches and states after any restore and for any number of
+threads, elastic worlds, faults left out and told once, and the end of the data.
+"""
+
+import io
+import json
+import pickle
+import random
+import re
+import subprocess
+import sys
+import tarfile
+import threading
+import warnings
+import wave
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from treadle.decoders import DecodeError, DecodeOptions
+from treadle.pipeline.batch import PackedBatch
+from treadle.pipeline.samples import SampleError, Schema, sample_id
+from treadle.pipeline.shards import ShardError
+from treadle.pipeline.sources import Source
+from treadle.pipeline.state import StreamState
+from treadle.pipeline.stream import ShardStream
+from treadle.shape import AudioShape, BatchShape, ImageShape, Modality
+
+SHAPE = BatchShape(
+    max_rows_per_device=2,
+    max_segments_per_device=24,
+    max_columns_per_row=48,
+    image=ImageShape(patch_side=8),
+    audio=AudioShape(chunk_samples=64),
+)
+TEXT_SHAPE = BatchShape(max_rows_per_device=2, max_segments_per_device=24, max_columns_per_row=48)
+
+Sample = tuple[str, Mapping[str, bytes]]
+
+
+def png(rng: random.Random, width: int, height: int) -> bytes:
+    pixels = np.frombuffer(rng.randbytes(width * height * 4), np.uint8).reshape(height, width, 4)
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, "png")
+    return out.getvalue()
+
+
+def wav(rng: random.Random, samples: int) -> bytes:
+    out = io.BytesIO()
+    with wave.open(out, "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(16_000)
+        file.writeframes(rng.randbytes(2 * samples))
+    return out.getvalue()
+
+
+def write_shard(path: Path, samples: Sequence[Sample]) -> None:
+    with tarfile.open(path, "w") as tar:
+        for key, fields in samples:
+            for name, data in fields.items():
+                member = tarfile.TarInfo(f"{key}.{name}")
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+
+
+def mixed_sample(rng: random.Random) -> dict[str, bytes]:
+    fields = {"txt": rng.randbytes(rng.randint(1, 30))}
+    kind = rng.randrange(3)
+    if kind == 1:
+        fields["png"] = png(rng, rng.randint(1, 24), rng.randint(1, 24))
+    if kind == 2:
+        fields["wav"] = wav(rng, rng.randint(1, 900))
+    return fields
+
+
+def write_mixed(folder: Path, counts: Sequence[int], seed: int = 0) -> str:
+    """Shards with these many samples; answers the pattern that names them."""
+    rng = random.Random(seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    for shard, count in enumerate(counts):
+        write_shard(folder / f"{shard:03d}.tar", [(f"s{shard}/k{index}", mixed_sample(rng)) for index in range(count)])
+    return str(folder / "*.tar")
+
+
+def write_texts(folder: Path, counts: Sequence[int], width: int = 9) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    for shard, count in enumerate(counts):
+        samples = [(f"k{index}", {"txt": f"{shard}.{index} ".encode().ljust(width + index % 5, b".")}) for index in range(count)]
+        write_shard(folder / f"{shard:03d}.tar", samples)
+    return str(folder / "*.tar")
+
+
+def texts(batch: PackedBatch) -> list[tuple[int, int]]:
+    """(shard, index) of the texts of `write_texts` in a batch."""
+    found = []
+    for segment in range(batch.segments):
+        shard, index = batch.payload(segment).tobytes().split(b" ")[0].split(b".")
+        found.append((int(shard), int(index)))
+    return found
+
+
+def snapshot(batch: PackedBatch) -> tuple[bytes, bytes]:
+    assert batch.state is not None
+    return batch.buffer[: batch.used_bytes].tobytes(), batch.state.to_bytes()
+
+
+def run(stream: ShardStream, most: int = 1 << 30) -> list[tuple[bytes, bytes]]:
+    return [snapshot(batch) for _, batch in zip(range(most), stream, strict=False)]
+
+
+Make = Callable[..., ShardStream]
+
+
+@pytest.fixture(name="mixed")
+def mixed_fixture(tmp_path: Path) -> Make:
+    pattern = write_mixed(tmp_path / "mixed", [14, 0, 9, 17, 5])
+
+    def make(**changed: Any) -> ShardStream:
+        options: dict[str, Any] = {"seed": 3, "lanes": 4, "shuffle": 12, "epochs": 2, "threads": 2, "window": 2, **changed}
+        return ShardStream(pattern, SHAPE, **options)
+
+    return make
+
+
+def test_every_item_once_per_epoch_with_its_id(mixed: Make, tmp_path: Path) -> None:
+    ids = [int(batch.id[segment]) for batch in mixed() for segment in range(batch.segments)]
+    assert set(Counter(ids).values()) == {2}
+    # All items of a sample share the group made from the sample's id, and 45 samples were written.
+    groups = {int(batch.group[segment]) for batch in mixed() for segment in range(batch.segments)}
+    url = str(tmp_path / "mixed" / "000.tar")
+    assert len(groups) == 45
+    assert np.int64(np.uint64(sample_id(url, 3))) in groups
+
+
+def test_restore_at_every_batch_gives_the_same_batches_and_states(mixed: Make) -> None:
+    with mixed() as stream:
+        full = run(stream)
+    assert len(full) > 12
+    assert any(len(StreamState.from_bytes(state).columns["pending_lane"]) for _, state in full)
+    assert any(len(StreamState.from_bytes(state).columns["held_shard"]) for _, state in full)
+    for place in range(len(full)):
+        with mixed(threads=1 + place % 3) as again:
+            again.load_state(full[place][1])
+            assert again.state.to_bytes() == full[place][1]
+            assert run(again) == full[place + 1 :]
+
+
+def test_threads_and_processes_do_not_change_a_byte(mixed: Make) -> None:
+    one = run(mixed(threads=1))
+    assert run(mixed(threads=4)) == one
+    assert run(mixed(processes=1)) == one
+
+
+def test_a_state_survives_pickle_and_travels_with_its_batch(mixed: Make, tmp_path: Path) -> None:
+    stream = mixed()
+    assert stream.state.samples == 0
+    first = next(stream)
+    assert first.state == stream.state
+    assert first.state is not None
+    assert pickle.loads(pickle.dumps(first.state)) == first.state
+    first.save(tmp_path / "batch.safetensors")
+    loaded = PackedBatch.load(tmp_path / "batch.safetensors").state
+    rest = run(stream)
+    again = mixed()
+    assert loaded is not None
+    again.load_state(loaded)
+    assert run(again) == rest
+
+
+def test_a_pickled_stream_goes_on_where_it_was(mixed: Make) -> None:
+    stream = mixed()
+    fresh = pickle.loads(pickle.dumps(stream))
+    run(stream, 3)
+    moved = pickle.loads(pickle.dumps(stream))
+    assert run(moved) == run(stream)
+    assert len(run(fresh)) > 12
+
+
+def test_leaving_a_loop_and_iterating_again_goes_on(mixed: Make) -> None:
+    full = run(mixed())
+    stream = mixed()
+    found = []
+    for batch in stream:
+        found.append(snapshot(batch))
+        break
+    assert found + run(stream) == full
+    assert list(stream) == []
+
+
+def test_load_state_goes_back_and_forth(mixed: Make) -> None:
+    stream = mixed()
+    full = run(stream)
+    for place in (5, 0, 8):
+        stream.load_state(StreamState.from_bytes(full[place][1]))
+        assert run(stream, 2) == full[place + 1 : place + 3]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_worlds_1_2_4_3_1_see_each_sample_once_per_epoch(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    counts = [rng.choice([0, 3, 8, 20]) for _ in range(rng.choice([2, 5, 9]))]
+    pattern = write_texts(tmp_path, counts)
+
+    def make(rank: int, world_size: int) -> ShardStream:
+        return ShardStream(
+            pattern, TEXT_SHAPE, rank=rank, world_size=world_size, lanes=12, shuffle=30, epochs=2, seed=seed, window=2, threads=1
+        )
+
+    seen: Counter[tuple[int, int]] = Counter()
+    state: StreamState | None = None
+    for world_size in (1, 2, 4, 3, 1):
+        states: list[StreamState] = []
+        for rank in range(world_size):
+            stream = make(rank, world_size)
+            if state is not None:
+                stream.load_state(state)
+            for _, batch in zip(range(rng.randint(0, 3)), stream, strict=False):
+                seen.update(texts(batch))
+            states.append(stream.state)
+        state = StreamState.merge(states)
+    assert state is not None
+    stream = make(0, 1)
+    stream.load_state(state)
+    for batch in stream:
+        seen.update(texts(batch))
+    assert seen == {(shard, index): 2 for shard, count in enumerate(counts) for index in range(count)}
+
+
+def test_a_merged_state_is_exact_at_its_own_world_size(tmp_path: Path) -> None:
+    pattern = write_texts(tmp_path, [30, 30, 30])
+
+    def make(rank: int) -> ShardStream:
+        return ShardStream(pattern, TEXT_SHAPE, rank=rank, world_size=2, lanes=4, shuffle=8, epochs=1, window=2)
+
+    streams = [make(0), make(1)]
+    for count, stream in zip((2, 3), streams, strict=True):
+        run(stream, count)
+    merged = StreamState.merge([stream.state for stream in streams])
+    for rank, stream in enumerate(streams):
+        again = make(rank)
+        again.load_state(merged)
+        assert again.state == stream.state
+        assert run(again) == run(stream)
+
+
+def test_blends_keep_their_weights_and_a_repeating_source_never_ends_a_lane(tmp_path: Path) -> None:
+    big = write_texts(tmp_path / "a", [60, 60])
+    small = write_texts(tmp_path / "b", [5])
+
+    def make() -> ShardStream:
+        sources = [Source(big, weight=2.0), Source(small, weight=1.0, repeat=True)]
+        return ShardStream(sources, TEXT_SHAPE, lanes=2, shuffle=10, epochs=1, window=2, threads=1)
+
+    batches = list(make())
+    groups = Counter(int(batch.group[segment]) for batch in batches for segment in range(batch.segments))
+    repeated = {int(np.int64(np.uint64(sample_id(str(tmp_path / "b" / "000.tar"), index)))) for index in range(5)}
+    once = [count for group, count in groups.items() if group not in repeated]
+    assert once == [1] * 120
+    # 120 draws of weight two beside about 60 of weight one: five deviations of a negative binomial, sqrt(120 * 1/3) / (2/3) = 9.5.
+    assert 12 < sum(groups[group] for group in repeated) < 108
+    full = [snapshot(batch) for batch in batches]
+    for place in (0, len(full) // 2, len(full) - 1):
+        again = make()
+        again.load_state(full[place][1])
+        assert run(again) == full[place + 1 :]
+
+
+def damaged(tmp_path: Path) -> tuple[str, Path]:
+    """Shards with a bad picture, a duplicate field, bad relations, an image without a slice, and a shard cut in its middle."""
+    rng = random.Random(1)
+    pattern = write_mixed(tmp_path / "bad", [10, 10, 10])
+    folder = tmp_path / "bad"
+    samples: list[Sample] = [(f"b{index}", {"txt": b"text %d" % index}) for index in range(10)]
+    samples[2] = ("b2", {"txt": b"caption", "png": png(rng, 9, 9)[:-20]})
+    samples[4] = ("b4", {"png": b"nothing at all"})
+    samples[5] = ("b5", {"txt": b"x", "relations.json": b"{"})
+    samples[6] = ("b6", {"txt": b"y", "mp4": b"....", "bin": b"..."})
+    write_shard(folder / "003.tar", samples)
+    with tarfile.open(folder / "004.tar", "w") as tar:
+        for name in ("d0.txt", "d1.txt", "d1.txt", "d2.txt"):
+            member = tarfile.TarInfo(name)
+            member.size = 3
+            tar.addfile(member, io.BytesIO(b"abc"))
+    whole = (folder / "001.tar").read_bytes()
+    with tarfile.open(folder / "001.tar") as tar:
+        seventh = next(member for member in tar if member.name.startswith("s1/k7."))
+    (folder / "001.tar").write_bytes(whole[: seventh.offset + 100])
+    return pattern, folder
+
+
+def test_what_is_broken_is_left_out_and_told_once(tmp_path: Path) -> None:
+    pattern, folder = damaged(tmp_path)
+    log = tmp_path / "quarantine.jsonl"
+
+    def make(path: Path | None = None) -> ShardStream:
+        return ShardStream(pattern, SHAPE, lanes=3, shuffle=9, epochs=1, window=2, quarantine=path, seed=5)
+
+    with make(log) as stream:
+        full = run(stream)
+        counts = stream.quarantine.counts
+        left_out = stream.left_out
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert counts.total() == len(lines) == 5
+    named = {(Path(line["url"]).name, line["key"], line["member"]) for line in lines}
+    assert named == {("001.tar", "", ""), ("003.tar", "b2", "b2.png"), ("003.tar", "b4", "b4.png"), ("003.tar", "b5", ""), ("004.tar", "d1", "")}
+    assert all(line["kind"] in counts and line["reason"] for line in lines)
+    assert left_out["video"] == 1
+    assert sum(left_out.values()) == 2
+    with tarfile.open(folder / "003.tar") as tar:
+        offsets = {member.name: member.offset_data for member in tar}
+    assert {line["member"]: line["offset"] for line in lines if line["member"]} == {name: offsets[name] for name in ("b2.png", "b4.png")}
+    # 10 + 7 + 10 samples of the mixed shards, the 8 of the fourth that keep an item, the 2 of the fifth.
+    batches = list(make())
+    groups = {int(batch.group[segment]) for batch in batches for segment in range(batch.segments)}
+    assert len(groups) == 27 + 8 + 2
+    assert sum(batch.dropped for batch in batches) == 2
+    for place in range(len(full)):
+        with make() as again:
+            again.load_state(full[place][1])
+            assert run(again) == full[place + 1 :]
+            later = again.quarantine.counts
+        with make() as before:
+            run(before, place + 1)
+            assert before.quarantine.counts + later == counts
+
+
+@pytest.mark.parametrize(
+    ("shards", "error", "noted"),
+    [
+        ({"001.tar"}, ShardError, "in shard .*001.tar, at byte"),
+        ({"003.tar"}, DecodeError, "sample 'b2', member 'b2.png'"),
+        ({"004.tar"}, SampleError, "sample 'd1'"),
+    ],
+)
+def test_on_error_raise_stops_and_says_where(tmp_path: Path, shards: set[str], error: type[Exception], noted: str) -> None:
+    _, folder = damaged(tmp_path)
+    stream = ShardStream([folder / name for name in shards], SHAPE, lanes=1, shuffle=0, epochs=1, on_error="raise")
+    with pytest.raises(error) as caught:
+        list(stream)
+    assert re.search(noted, "\n".join(caught.value.__notes__))
+    with pytest.raises(error):
+        next(stream)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("treadle")]
+
+
+def test_a_shard_that_vanishes_is_quarantined_and_the_rest_goes_on(tmp_path: Path) -> None:
+    pattern = write_texts(tmp_path, [8, 8, 8])
+    stream = ShardStream(pattern, TEXT_SHAPE, lanes=1, shuffle=0, epochs=2, window=1, threads=1)
+    (tmp_path / "001.tar").unlink()
+    seen = Counter(ident for batch in stream for ident in texts(batch))
+    assert seen == {(shard, index): 2 for shard in (0, 2) for index in range(8)}
+    assert stream.quarantine.total == 2
+
+
+def test_a_pending_sample_that_vanishes_does_not_stop_a_resume(tmp_path: Path) -> None:
+    pattern = write_texts(tmp_path, [40, 40])
+    stream = ShardStream(pattern, TEXT_SHAPE, lanes=2, shuffle=20, epochs=1, threads=1)
+    seen = Counter(texts(next(stream)))
+    again = ShardStream(pattern, TEXT_SHAPE, lanes=2, shuffle=20, epochs=1, threads=1)
+    again.load_state(stream.state)
+    (tmp_path / "001.tar").unlink()
+    for batch in again:
+        seen.update(texts(batch))
+    assert max(seen.values()) == 1
+    assert {(0, index) for index in range(40)} <= set(seen)
+    assert again.quarantine.total > 0
+
+
+def test_no_thread_is_left_after_the_end_after_close_or_after_an_abandoned_loop(mixed: Make) -> None:
+    def alive() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread.name.startswith("treadle")]
+
+    list(mixed())
+    assert alive() == []
+    with mixed() as stream:
+        next(stream)
+        assert alive()
+    assert alive() == []
+    with pytest.raises(ValueError, match="closed"):
+        next(stream)
+    for _ in mixed():
+        assert alive()
+        break
+    assert alive() == []
+
+
+def test_an_exhausted_rank_stops_and_keeps_its_state(tmp_path: Path) -> None:
+    pattern = write_texts(tmp_path, [3])
+    stream = ShardStream(pattern, TEXT_SHAPE, rank=3, world_size=4, lanes=4, epochs=1)
+    assert list(stream) == []
+    ended = stream.state
+    assert ended.samples == 0
+    again = ShardStream(pattern, TEXT_SHAPE, rank=3, world_size=4, lanes=4, epochs=1)
+    again.load_state(ended)
+    assert list(again) == []
+    assert again.state == ended
+
+
+def test_without_epochs_it_never_ends(tmp_path: Path) -> None:
+    pattern = write_texts(tmp_path, [6])
+    stream = ShardStream(pattern, TEXT_SHAPE, lanes=1, window=1, threads=1)
+    seen = Counter(ident for _, batch in zip(range(30), stream, strict=False) for ident in texts(batch))
+    assert min(seen.values()) > 10
+
+
+def test_another_manifest_is_refused_naming_what_differs(mixed: Make, tmp_path: Path) -> None:
+    state = next(mixed()).state
+    assert state is not None
+    other = write_texts(tmp_path / "other", [3])
+    changes: list[tuple[dict[str, Any], str]] = [
+        ({"seed": 4}, "seed: 4 is not 3"),
+        ({"lanes": 8}, "lanes: 8 is not 4"),
+        ({"shuffle": 13}, "shuffle: 13 is not 12"),
+        ({"shuffle_bytes": 99}, "shuffle_bytes: 99 is not"),
+        ({"epochs": 3}, "epochs: 3 is not 2"),
+        ({"window": 3}, r"options\.window: 3 is not 2"),
+        ({"max_edges": 500}, r"options\.max_edges: 500 is not 0"),
+        ({"schema": Schema(fields=["txt"])}, r"schema\.fields"),
+        ({"options": DecodeOptions(video_min_tubes=9)}, r"options\.decode\.video_min_tubes: 9 is not 8"),
+    ]
+    for change, named in changes:
+        with pytest.raises(ValueError, match=named):
+            mixed(**change).load_state(state)
+    with pytest.raises(ValueError, match=r"shape\.audio\.chunk_samples: 0 is not 64; shape\.image\.patch_side: 0 is not 8"):
+        ShardStream(str(tmp_path / "mixed" / "*.tar"), TEXT_SHAPE, lanes=4, shuffle=12, epochs=2, seed=3, window=2).load_state(state)
+    with pytest.raises(ValueError, match=r"sources\[0\]\.urls"):
+        ShardStream(other, SHAPE, lanes=4, shuffle=12, epochs=2, seed=3, window=2).load_state(state)
+    with pytest.raises(ValueError, match=r"sources\[0\]\.weight: 2.0 is not 1.0"):
+        ShardStream(Source(str(tmp_path / "mixed" / "*.tar"), 2.0), SHAPE, lanes=4, shuffle=12, epochs=2, seed=3, window=2).load_state(state)
+    with pytest.raises(ValueError, match="merge the states of all ranks"):
+        mixed(rank=0, world_size=2).load_state(mixed(rank=0, world_size=4).state)
+
+
+def test_lanes_are_derived_brought_by_a_state_and_checked(tmp_path: Path) -> None:
+    pattern = write_texts(tmp_path, [30])
+    assert ShardStream(pattern, TEXT_SHAPE).lanes == 64
+    given = ShardStream(pattern, TEXT_SHAPE, lanes=6)
+    derived = ShardStream(pattern, TEXT_SHAPE)
+    derived.load_state(given.state)
+    assert derived.lanes == 6
+    assert run(derived, 2) == run(given, 2)
+    with pytest.raises(ValueError, match="lanes is 4 and world_size is 5"):
+        ShardStream(pattern, TEXT_SHAPE, lanes=4, world_size=5)
+    with pytest.raises(ValueError, match=r"lanes is 0 \(64 are derived\) and world_size is 65"):
+        ShardStream(pattern, TEXT_SHAPE, world_size=65)
+    with pytest.warns(UserWarning, match="world_size=48 does not divide lanes=64.*use 64 ranks, or lanes=96"):
+        ShardStream(pattern, TEXT_SHAPE, world_size=48)
+    with warnings.catch_warnings(record=True) as caught:
+        ShardStream(pattern, TEXT_SHAPE, world_size=32)
+    assert caught == []
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"rank": 1}, r"ShardStream\.rank is 1"),
+        ({"world_size": 0}, r"ShardStream\.world_size is 0"),
+        ({"shuffle": -1}, r"ShardStream\.shuffle is -1"),
+        ({"epochs": 0}, "epochs is 0"),
+        ({"threads": 0}, r"ShardStream\.threads is 0"),
+        ({"processes": -1}, r"ShardStream\.processes is -1"),
+        ({"on_error": "skip"}, r"ShardStream\.on_error is 'skip'"),
+        ({"window": 0}, "window"),
+    ],
+)
+def test_refusals(tmp_path: Path, change: dict[str, Any], named: str) -> None:
+    pattern = write_texts(tmp_path, [1])
+    with pytest.raises(ValueError, match=named):
+        ShardStream(pattern, TEXT_SHAPE, **change)
+
+
+def test_sources_are_patterns_or_sources_not_both(tmp_path: Path) -> None:
+    pattern = write_texts(tmp_path, [1])
+    with pytest.raises(ValueError, match="wrap each pattern in a Source"):
+        ShardStream([pattern, Source(pattern)], TEXT_SHAPE)
+    with pytest.raises(ValueError, match="sources is empty"):
+        ShardStream([], TEXT_SHAPE)
+    with pytest.raises(ValueError, match="nowhere"):
+        ShardStream(str(tmp_path / "nowhere*.tar"), TEXT_SHAPE)
+
+
+def test_patterns_together_are_one_source(tmp_path: Path) -> None:
+    first, second = write_texts(tmp_path / "a", [9, 9]), write_texts(tmp_path / "b", [9])
+    together = ShardStream([first, second], TEXT_SHAPE, lanes=2, epochs=1)
+    assert len(together.manifest.sources) == 1
+    assert together.manifest.sources[0].num_shards == 3
+    assert sum(batch.segments for batch in together) == 27
+
+
+def test_memory_in_flight_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = 400_000
+    monkeypatch.setattr("treadle.pipeline.feed.IN_FLIGHT_BYTES", limit)
+    rng = random.Random(0)
+    write_shard(tmp_path / "0.tar", [(f"k{index}", {"png": png(rng, 40, 40)}) for index in range(60)])
+    stream = ShardStream(str(tmp_path / "0.tar"), SHAPE, lanes=1, shuffle=4, epochs=1, threads=2)
+    assert sum(batch.segments for batch in stream) == 60
+    # A sample is charged its content and at most a row of patches: 48 positions of 8 x 8 RGBA, and a PNG of 40 x 40 random pixels.
+    assert stream.stats()["decode"]["peak_bytes"] <= limit + 48 * 256 + 7000
+
+
+def test_stats_count_what_was_done(mixed: Make) -> None:
+    stream = mixed()
+    batches = len(list(stream))
+    stats = stream.stats()
+    assert stats["pack"]["batches"] == batches
+    assert stats["read"]["samples"] == 90
+    assert stats["read"]["bytes"] > 0
+    assert stats["decode"]["busy_s"] > 0
+    json.dumps(stats)
+
+
+def test_remote_units_are_read_ahead_alike(mixed: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    local = run(mixed())
+    monkeypatch.setattr("treadle.pipeline.units.local_path", lambda url: None)
+    monkeypatch.setattr("treadle.pipeline.units.STRIDE_SAMPLES", 2)
+    assert run(mixed()) == local
+    stream = mixed()
+    run(stream, 2)
+    stream.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("treadle")]
+
+
+def test_a_text_only_stream_starts_no_thread(tmp_path: Path) -> None:
+    stream = ShardStream(write_texts(tmp_path, [50]), TEXT_SHAPE, lanes=2, epochs=1)
+    next(stream)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("treadle")]
+
+
+def test_modalities_arrive_whole(mixed: Make) -> None:
+    kinds: Counter[int] = Counter()
+    for batch in mixed(epochs=1):
+        kinds.update(batch.modality[: batch.segments].tolist())
+    assert set(kinds) == {Modality.TEXT, Modality.IMAGE, Modality.AUDIO}
+    assert kinds[Modality.TEXT] == 45
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from treadle.pipeline import AudioShape, BatchShape, ImageShape, ShardStream
+shape = BatchShape(max_rows_per_device=2, max_segments_per_device=24, max_columns_per_row=48,
+    image=ImageShape(patch_side=8), audio=AudioShape(chunk_samples=64))
+stream = ShardStream(sys.argv[1], shape, seed=3, lanes=4, shuffle=12, epochs=2, threads=2, window=2)
+state = Path(sys.argv[2])
+if state.exists():
+    stream.load_state(state.read_bytes())
+for batch in stream:
+    sys.stdout.write(batch.buffer[: batch.used_bytes].tobytes().hex() + "\\n")
+    sys.stdout.flush()
+    beside = state.with_suffix(".new")
+    beside.write_bytes(batch.state.to_bytes())
+    beside.replace(state)
+    sys.stdin.readline()
+sys.stdout.write("end\\n")
+"""
+
+
+def test_killed_and_resumed_it_gives_the_same_batches(mixed: Make, tmp_path: Path) -> None:
+    expected = [content.hex() for content, _ in run(mixed())]
+    found: list[str] = []
+    state = tmp_path / "state"
+    while not found or found[-1] != "end":
+        command = [sys.executable, "-c", SCRIPT, str(tmp_path / "mixed" / "*.tar"), str(state)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdin is not None and process.stdout is not None
+            for line in process.stdout:
+                found.append(line.strip())
+                # The state of a batch is on disk once the next one is asked for: kill there, several batches in.
+                if len(found) % 11 == 0 and found[-1] != "end":
+                    process.stdin.write("\n")
+                    process.stdin.flush()
+                    following = process.stdout.readline().strip()
+                    found.append(following)
+                    process.kill()
+                    break
+                process.stdin.write("\n")
+                process.stdin.flush()
+        if found[-1] != "end":
+            # Killed at any moment around the write: the state is that of the last batch or of the one before.
+            resumed = StreamState.from_bytes(state.read_bytes())
+            full = [StreamState.from_bytes(data) for _, data in run(mixed())]
+            found = found[: full.index(resumed) + 1]
+    assert found == [*expected, "end"]
