@@ -120,7 +120,9 @@ def main() -> None:
         record.append(record.Row(op="ingest", impl=name, shape=shape, metric="samples", unit="1/s", values=values))
     for baseline in ("bare", "webdataset"):
         values = record.ratios(rates["ShardStream"], rates[baseline])
-        record.append(record.Row(op="ingest", impl="ShardStream", baseline=baseline, shape=shape, metric="rate ratio", unit="x", values=values))
+        record.append(
+            record.Row(op="ingest", impl="ShardStream", baseline=baseline, shape=shape, metric="rate ratio", unit="x", values=values)
+        )
 
 
 if __name__ == "__main__":

@@ -69,9 +69,13 @@ def _device() -> tuple[str, str]:
 def append(row: Row) -> None:
     """Adds `row` to results.csv and prints it."""
     ordered = sorted(row.values)
-    p20, p50, p80 = (ordered[0],) * 3 if len(ordered) == 1 else (statistics.quantiles(ordered, n=10, method="inclusive")[k] for k in (1, 4, 7))
+    p20, p50, p80 = (
+        (ordered[0],) * 3 if len(ordered) == 1 else (statistics.quantiles(ordered, n=10, method="inclusive")[k] for k in (1, 4, 7))
+    )
     device, driver = _device()
-    commit = _output("git", "rev-parse", "--short", "HEAD") + ("+" if _output("git", "status", "--porcelain", "--untracked-files=no") else "")
+    commit = _output("git", "rev-parse", "--short", "HEAD") + (
+        "+" if _output("git", "status", "--porcelain", "--untracked-files=no") else ""
+    )
     cells = (
         row.op, row.impl, row.baseline, json.dumps(dict(row.shape), sort_keys=True), row.dtype, row.metric, row.unit,
         f"{p20:.4g}", f"{p50:.4g}", f"{p80:.4g}", len(ordered), device, driver, _version("torch"), _version("triton"), commit, date.today().isoformat(),
@@ -106,7 +110,10 @@ def table() -> str:
     """The newest row of every (op, impl, baseline, shape, dtype, metric), as Markdown."""
     with CSV.open(newline="") as f:
         newest = {tuple(row[c] for c in ("op", "impl", "baseline", "shape", "dtype", "metric")): row for row in csv.DictReader(f)}
-    lines = ["| what | implementation | against | case | metric | p50 (p20 to p80) | n | commit, date |", "|---|---|---|---|---|---|---|---|"]
+    lines = [
+        "| what | implementation | against | case | metric | p50 (p20 to p80) | n | commit, date |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     for row in newest.values():
         case = ", ".join(f"{k} {v}" for k, v in json.loads(row["shape"]).items()) + (f", {row['dtype']}" if row["dtype"] else "")
         lines.append(

@@ -32,6 +32,7 @@ def decode(
         DecodeError: the bytes are refused; the only error that content can raise.
         ValueError: `shape` has no slice for `modality`, or an argument is none of its values.
     """
+    modality = Modality(modality)
     view, capacity, deadline = _prepare(modality, data, shape, options, cut)
     if modality is Modality.TEXT:
         return _only_decode_errors(lambda: decode_text(view, capacity, cut, deadline))
@@ -61,6 +62,7 @@ def probe(
         DecodeError: the header is refused.
         ValueError: as `decode`.
     """
+    modality = Modality(modality)
     view, capacity, deadline = _prepare(modality, data, shape, options, cut)
     if modality is Modality.TEXT:
         return _only_decode_errors(lambda: probe_text(view, capacity, cut, deadline))
@@ -77,9 +79,7 @@ def probe(
     return _only_decode_errors(lambda: probe_audio(view, shape.audio.resolved(), capacity, options, deadline))
 
 
-def _prepare(
-    modality: Modality, data: Buffer, shape: BatchShape, options: DecodeOptions, cut: Cut
-) -> tuple[memoryview, int, Deadline]:
+def _prepare(modality: Modality, data: Buffer, shape: BatchShape, options: DecodeOptions, cut: Cut) -> tuple[memoryview, int, Deadline]:
     if cut not in ("tail", "head"):
         raise ValueError(f"cut is {cut!r}: it must be 'tail' or 'head'")
     if not shape.is_live(modality):

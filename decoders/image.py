@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from treadle.decoders.errors import DecodeError
 from treadle.decoders.exif import exif_orientation, orient, turns_sides
+from treadle.decoders.gif import read_gif_size
 from treadle.decoders.jpeg import JpegHeader, decode_jpeg, read_jpeg_header
 from treadle.decoders.limits import DecodeOptions, check_pixels
 from treadle.decoders.payload import Payload, Probe
@@ -87,6 +88,8 @@ def _read_header(data: memoryview, options: DecodeOptions, *, header_only: bool)
         webp = read_webp_header(data, options)
         stored = _Stored(webp.height, webp.width, webp.orientation, webp)
     else:
+        if kind == "gif":
+            _check_gif(data, options)
         picture = _open(data, kind)
         # AVIF states turns as properties of its own, which its reader answers as Exif.
         turned = exif_orientation(picture.info.get("exif", b"")) if kind == "avif" else 1
@@ -95,9 +98,19 @@ def _read_header(data: memoryview, options: DecodeOptions, *, header_only: bool)
     return stored
 
 
+def _check_gif(data: memoryview, options: DecodeOptions) -> None:
+    """The library checks a GIF's canvas against a limit of its own, and warns; so ours comes first, and theirs holds."""
+    from PIL import Image
+
+    height, width = read_gif_size(data, options)
+    check_pixels(height, width, options)
+    if height * width > (Image.MAX_IMAGE_PIXELS or options.max_pixels):
+        raise DecodeError("too_large", f"a GIF of {width} x {height} pixels is above PIL.Image.MAX_IMAGE_PIXELS {Image.MAX_IMAGE_PIXELS}")
+
+
 def _open(data: memoryview, kind: Format) -> "Image.Image":
     """Opens by the format's own reader: the library's guess would consult every plugin and warn about sizes."""
-    from PIL import AvifImagePlugin, BmpImagePlugin, GifImagePlugin, WebPImagePlugin
+    from PIL import BmpImagePlugin, GifImagePlugin, Image, WebPImagePlugin
 
     source = io.BytesIO(data)
     try:
@@ -106,10 +119,22 @@ def _open(data: memoryview, kind: Format) -> "Image.Image":
         if kind == "bmp":
             return BmpImagePlugin.BmpImageFile(source)
         if kind == "avif":
-            return AvifImagePlugin.AvifImageFile(source)
+            return _open_avif(source)
         return WebPImagePlugin.WebPImageFile(source)
-    except (OSError, SyntaxError, ValueError, EOFError, IndexError) as error:
+    except Image.DecompressionBombError as error:
+        raise DecodeError("too_large", f"{kind} header: {error}") from error
+    except (OSError, SyntaxError, ValueError, EOFError, IndexError, RuntimeError) as error:
         raise DecodeError("corrupt", f"{kind} header: {error}") from error
+
+
+def _open_avif(source: io.BytesIO) -> "Image.Image":
+    try:
+        from PIL import AvifImagePlugin
+    except ImportError as error:
+        raise DecodeError("unsupported", "this Pillow reads no AVIF") from error
+    if not AvifImagePlugin.SUPPORTED:
+        raise DecodeError("unsupported", "this Pillow reads no AVIF")
+    return AvifImagePlugin.AvifImageFile(source)
 
 
 def _load(data: memoryview, stored: _Stored) -> "Image.Image":
@@ -125,7 +150,7 @@ def _load(data: memoryview, stored: _Stored) -> "Image.Image":
         raise DecodeError("corrupt", f"{picture.width} x {picture.height} pixels where the header says {stored.width} x {stored.height}")
     try:
         picture.load()
-    except (OSError, SyntaxError, ValueError, EOFError, IndexError) as error:
+    except (OSError, SyntaxError, ValueError, EOFError, IndexError, RuntimeError) as error:
         raise DecodeError("truncated" if "truncated" in str(error) else "corrupt", f"pixels: {error}") from error
     return picture
 

@@ -1,6 +1,7 @@
 """JPEG: headers in Python, pixels by libjpeg-turbo with every warning an error, at a reduced size where that suffices."""
 
 import io
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +16,7 @@ _PROGRESSIVE = {0xC2, 0xC6, 0xCA, 0xCE}
 _SUPPORTED = {0xC0, 0xC1, 0xC2, 0xC9, 0xCA}
 _STANDALONE = {0x01, *range(0xD0, 0xD8)}
 _END = b"\xff\xd9"
+_SCAN = re.compile(rb"\xff\xda")
 
 _MAX_SCANS = 500
 """Scans of one picture; a progressive encoder needs at most about two hundred."""
@@ -83,15 +85,13 @@ def read_jpeg_header(data: memoryview, options: DecodeOptions) -> JpegHeader:
     if height == 0:
         raise DecodeError("unsupported", "a JPEG that states its height after its first scan")
     if process in _PROGRESSIVE:
-        scans = bytes(data).count(b"\xff\xda")
+        scans = sum(1 for _ in _SCAN.finditer(data))
         if scans > _MAX_SCANS or scans * height * width > _SCAN_WORK * options.max_pixels:
             raise DecodeError("too_large", f"{scans} scans of {width} x {height} pixels")
     return JpegHeader(height, width, components, orientation)
 
 
-def decode_jpeg(
-    data: memoryview, header: JpegHeader, channels: int, size: tuple[int, int], options: DecodeOptions
-) -> NDArray[np.uint8]:
+def decode_jpeg(data: memoryview, header: JpegHeader, channels: int, size: tuple[int, int], options: DecodeOptions) -> NDArray[np.uint8]:
     """The stored picture `[H, W, channels]`, at a size of at least `size` that the inverse DCT makes by itself.
 
     Raises:
@@ -105,9 +105,7 @@ def decode_jpeg(
     colours = "CMYK" if header.components == 4 else {1: "GRAY", 3: "RGB", 4: "RGBA"}[channels]
 
     def run(source: bytes | memoryview) -> NDArray[np.uint8]:
-        pixels: NDArray[np.uint8] = simplejpeg.decode_jpeg(
-            source, colours, min_height=least[0], min_width=least[1], strict=True
-        )
+        pixels: NDArray[np.uint8] = simplejpeg.decode_jpeg(source, colours, min_height=least[0], min_width=least[1], strict=True)
         return pixels
 
     try:

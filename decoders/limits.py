@@ -55,13 +55,18 @@ class Deadline:
         self._limit_s = limit_s
         self._end_s = monotonic() + limit_s
 
+    @property
+    def passed(self) -> bool:
+        """Whether the limit has passed."""
+        return monotonic() > self._end_s
+
     def check(self) -> None:
         """Raises the `timeout` of a decode that has run too long.
 
         Raises:
             DecodeError: the limit has passed.
         """
-        if monotonic() > self._end_s:
+        if self.passed:
             raise DecodeError("timeout", f"decoding took more than {self._limit_s:g} s (DecodeOptions.max_wall_s)")
 
 

@@ -1,5 +1,6 @@
 """Video and audio containers through PyAV: opened by a format that was told, never guessed, with everything bounded."""
 
+import errno
 import functools
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -35,7 +36,11 @@ _CODECS = frozenset(
 
 
 class Reader:
-    """The item's bytes as the file that a demuxer reads, with the wall clock looked at on every read."""
+    """The item's bytes as the file that a demuxer reads.
+
+    The wall clock is looked at on every read: past it the file seems to end, which stops a demuxer wherever it is. Nothing
+    is raised into the library, which can hold one exception and prints the others.
+    """
 
     def __init__(self, data: memoryview, deadline: Deadline) -> None:
         self._data = data
@@ -44,17 +49,17 @@ class Reader:
 
     def read(self, size: int) -> bytes:
         """At most `size` bytes."""
-        self._deadline.check()
+        if self._deadline.passed:
+            return b""
         block = bytes(self._data[self._at : self._at + size])
         self._at += len(block)
         return block
 
     def seek(self, offset: int, whence: int = 0) -> int:
         """Moves, as `io.IOBase.seek`."""
-        self._deadline.check()
         at = offset + (0, self._at, len(self._data))[whence]
         if at < 0:
-            raise ValueError(f"a demuxer asked for byte {at}")
+            return -errno.EINVAL
         self._at = at
         return at
 
@@ -87,7 +92,9 @@ def media_errors() -> Generator[None]:
         raise DecodeError("unsupported", f"codec: {error}") from error
     except av.error.EOFError as error:
         raise DecodeError("truncated", f"codec: {error}") from error
-    except (av.error.FFmpegError, ValueError, OSError, RuntimeError) as error:
+    except (av.error.FFmpegError, ValueError, OSError, RuntimeError, IndexError) as error:
+        if getattr(error, "errno", None) == errno.EOPNOTSUPP:
+            raise DecodeError("unsupported", f"codec: {error}") from error
         raise DecodeError("corrupt", f"codec: {error}") from error
 
 
@@ -100,11 +107,20 @@ def opened(kind: Format, data: memoryview, options: DecodeOptions, deadline: Dea
     """
     limits = {"max_pixels": str(options.max_pixels), "threads": "1"}
     with media_errors():
-        container = codecs().open(Reader(data, deadline), "r", format=_DEMUXERS[kind], options=limits, metadata_errors="ignore")
+        container: Any = None
         try:
+            container = codecs().open(Reader(data, deadline), "r", format=_DEMUXERS[kind], options=limits, metadata_errors="ignore")
             yield container
+        except DecodeError:
+            raise
+        except Exception:
+            deadline.check()
+            raise
+        else:
+            deadline.check()
         finally:
-            container.close()
+            if container is not None:
+                container.close()
 
 
 def find_stream(container: Any, kind: str) -> Any:

@@ -128,9 +128,7 @@ def _frame_bytes(second: int, third: int) -> int:
 
 
 # A dictionary over two header bytes walks a file at a third of a microsecond a frame.
-_LENGTHS = {
-    bytes((second, third)): length for second in range(256) for third in range(256) if (length := _frame_bytes(second, third))
-}
+_LENGTHS = {bytes((second, third)): length for second in range(256) for third in range(256) if (length := _frame_bytes(second, third))}
 
 
 def _tag_at(raw: bytes, at: int) -> int:

@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 from treadle.decoders.errors import DecodeError
 
 Mono = NDArray[np.float32]
+Block = tuple[int, Mono]
+"""A rate in Hz and consecutive mono samples."""
 LEAST_RATE_HZ, MOST_RATE_HZ = 1_000, 1_000_000
 
 
@@ -51,7 +53,7 @@ class Resampler:
         return out[: max(left, 0)]
 
 
-def gather(blocks: Iterable[tuple[int, Mono]], target_hz: int, wanted: int) -> tuple[Mono, bool]:
+def gather(blocks: Iterable[Block], target_hz: int, wanted: int) -> tuple[Mono, bool]:
     """The first `wanted` samples of consecutive `(rate, mono samples)` blocks at `target_hz`, and whether there were more.
 
     A run of blocks of one rate is one signal; reading stops as soon as the answer is settled.

@@ -11,7 +11,7 @@ Format = Literal[
 
 IMAGE_FORMATS: frozenset[Format] = frozenset({"jpeg", "png", "webp", "gif", "bmp", "avif"})
 VIDEO_FORMATS: frozenset[Format] = frozenset({"mp4", "matroska", "mpegts", "avi", "h264", "hevc"})
-AUDIO_FORMATS: frozenset[Format] = frozenset({"wav", "flac", "mp3", "ogg", "aac", "mp4", "matroska", "mpegts"})
+AUDIO_FORMATS: frozenset[Format] = frozenset({"wav", "flac", "mp3", "ogg", "aac", "mp4", "matroska", "mpegts", "avi"})
 
 _MP4_FIRST_BOXES = {b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"styp", b"pnot"}
 _BMP_HEADER_BYTES = {12, 40, 52, 56, 64, 108, 124}

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from treadle.decoders.boxes import mp4_lack
 from treadle.decoders.errors import DecodeError
 from treadle.decoders.limits import Deadline, DecodeOptions
 from treadle.decoders.sniff import Format
@@ -19,7 +20,7 @@ def check_whole(kind: Format, data: memoryview, options: DecodeOptions, deadline
     """
     lack = ""
     if kind == "mp4":
-        lack = _mp4_lack(data, options, deadline)
+        lack = mp4_lack(data, options, deadline)
     elif kind == "matroska":
         lack = _matroska_lack(data, options, deadline)
     elif kind == "mpegts":
@@ -29,44 +30,6 @@ def check_whole(kind: Format, data: memoryview, options: DecodeOptions, deadline
     if lack and options.strict:
         raise DecodeError("truncated", lack)
     return not lack
-
-
-def _mp4_lack(data: memoryview, options: DecodeOptions, deadline: Deadline) -> str:
-    """Walks the top-level boxes; bytes after the index and the media that are no box are none of the clip's."""
-    at, size = 0, len(data)
-    index = media = False
-    lack = ""
-    for count in range(options.max_chunks):
-        if count % _CHECK_EVERY == 0:
-            deadline.check()
-        if at + 8 > size:
-            if at < size and not (index and media):
-                lack = "the file ends inside a box"
-            break
-        length, header = int.from_bytes(data[at : at + 4], "big"), 8
-        kind = bytes(data[at + 4 : at + 8])
-        if length == 1:
-            length, header = int.from_bytes(data[at + 8 : at + 16], "big"), 16
-        elif length == 0:
-            length = size - at
-        known = all(32 <= byte < 127 for byte in kind)
-        if length < header or not known:
-            if index and media:
-                break
-            raise DecodeError("corrupt", f"box {kind!r} of {length} bytes at byte {at}")
-        if at + length > size:
-            if not (index and media) or kind in (b"mdat", b"moof", b"moov"):
-                lack = f"box {kind!r} at byte {at} needs {at + length - size} bytes more than the file has"
-                index = index or kind == b"moov"
-            break
-        index = index or kind == b"moov"
-        media = media or kind == b"mdat"
-        at += length
-    else:
-        raise DecodeError("too_large", f"more than max_chunks {options.max_chunks} boxes")
-    if not index:
-        raise DecodeError("truncated", lack or "the file has no index (moov)")
-    return lack
 
 
 def _matroska_lack(data: memoryview, options: DecodeOptions, deadline: Deadline) -> str:

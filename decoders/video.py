@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from treadle.decoders.errors import DecodeError
 from treadle.decoders.jpeg import luma
 from treadle.decoders.limits import Deadline, DecodeOptions, check_pixels
-from treadle.decoders.media import find_stream, opened
+from treadle.decoders.media import codecs, find_stream, media_errors, opened
 from treadle.decoders.payload import Payload, Probe
 from treadle.decoders.scale import fit_size, grid_side
-from treadle.decoders.sniff import VIDEO_FORMATS, Format, sniff
+from treadle.decoders.sniff import AUDIO_FORMATS, VIDEO_FORMATS, Format, sniff
 from treadle.decoders.structure import check_whole
 from treadle.shape import VideoShape
 
@@ -31,9 +31,10 @@ class _Clip:
 
     def __init__(self, data: memoryview, shape: VideoShape, options: DecodeOptions, deadline: Deadline) -> None:
         kind = sniff(data)
+        if kind in AUDIO_FORMATS - VIDEO_FORMATS:
+            raise DecodeError("no_stream", f"a {kind} file holds sound alone")
         if kind is None or kind not in VIDEO_FORMATS:
-            name = kind if kind is not None else f"begins {bytes(data[:16])!r}"
-            raise DecodeError("no_stream" if kind in ("wav", "flac", "mp3", "ogg", "aac") else "unsupported", f"not a clip that is read: {name}")
+            raise DecodeError("unsupported", f"not a clip that is read: {kind or f'begins {bytes(data[:16])!r}'}")
         self.kind: Format = kind
         self._data, self._stride, self._options, self._deadline = data, shape.frame_stride, options, deadline
         self.whole = check_whole(kind, data, options, deadline)
@@ -42,9 +43,10 @@ class _Clip:
 
     def frames(self) -> Generator[_Frame]:
         """Every `frame_stride`-th frame."""
-        yield from islice(self._decoded(), 0, None, self._stride)
+        with closing(self._decoded()) as decoded:
+            yield from islice(decoded, 0, None, self._stride)
 
-    def _decoded(self) -> Iterator[_Frame]:
+    def _decoded(self) -> Generator[_Frame]:
         options, count = self._options, 0
         with opened(self.kind, self._data, options, self._deadline) as container:
             stream = find_stream(container, "video")
@@ -56,9 +58,11 @@ class _Clip:
             try:
                 for packet in container.demux(stream):
                     self._deadline.check()
-                    if packet.is_corrupt:
+                    cut = packet.is_corrupt
+                    if cut and self.whole:
                         raise DecodeError("truncated", f"the packet after frame {count} is cut")
-                    for frame in packet.decode():
+                    # Decoding nothing asks for the frames that wait for their turn.
+                    for frame in context.decode(None) if cut else packet.decode():
                         if frame.is_corrupt:
                             raise DecodeError("corrupt", f"frame {count} is damaged")
                         count += 1
@@ -66,6 +70,11 @@ class _Clip:
                             raise DecodeError("too_large", f"more than max_frames {options.max_frames} frames")
                         check_pixels(frame.height, frame.width, options)
                         yield frame
+                    if cut:
+                        break
+            except codecs().error.ArgumentError as error:
+                # The codec's answer to a frame above `max_pixels`, whatever the container said.
+                raise DecodeError("too_large", f"a frame above max_pixels {options.max_pixels}: {error}") from error
             except (ValueError, DecodeError) as error:
                 # Without its end a clip may stop where the damage begins, if that was asked for.
                 if self.whole or count == 0 or (isinstance(error, DecodeError) and error.kind in ("too_large", "timeout")):
@@ -124,9 +133,7 @@ def _stated_frames(container: Any, stream: Any) -> int:
     return max(0, min(count, 1 << 40))
 
 
-def _hold(
-    clip: _Clip, frames: Iterator[_Frame], shape: VideoShape, capacity: int, options: DecodeOptions
-) -> tuple[list[_Frame], _Frame]:
+def _hold(clip: _Clip, frames: Iterator[_Frame], shape: VideoShape, capacity: int, options: DecodeOptions) -> tuple[list[_Frame], _Frame]:
     """The first frame, and the frames that must be counted before the scale is known; no frames where they are too large."""
     first = next(frames, None)
     if first is None:
@@ -150,9 +157,7 @@ def _clip_size(stored: tuple[int, int], shape: VideoShape, capacity: int, tubes:
     return fit_size(*stored, shape.patch_side, capacity // tubes)
 
 
-def _gather(
-    clip: _Clip, held: list[_Frame], rest: Iterator[_Frame], shape: VideoShape, size: tuple[int, int], most: int
-) -> Payload:
+def _gather(clip: _Clip, held: list[_Frame], rest: Iterator[_Frame], shape: VideoShape, size: tuple[int, int], most: int) -> Payload:
     """Converts frame by frame into one array, so that at most one frame stands beside it."""
     picture = _Converter(shape.channels, size)
     stated = max(len(held), -(-clip.stated_frames // shape.frame_stride)) + shape.tube_frames - 1
@@ -221,14 +226,15 @@ class _Converter:
         height, width = self._size[::-1] if turn.swap else self._size
         same = (frame.height, frame.width) == (height, width)
         plain = same and all(component.bits <= 8 for component in frame.format.components)
-        pixels = self._reformatter.reformat(
-            frame,
-            width=width,
-            height=height,
-            format="rgba" if self._channels == 4 else "rgb24",
-            interpolation=self._fast if plain else self._exact,
-            threads=1,
-        )
+        with media_errors():
+            pixels = self._reformatter.reformat(
+                frame,
+                width=width,
+                height=height,
+                format="rgba" if self._channels == 4 else "rgb24",
+                interpolation=self._fast if plain else self._exact,
+                threads=1,
+            )
         depth = 4 if self._channels == 4 else 3
         plane: Any = pixels.planes[0]
         rows = np.frombuffer(plane, np.uint8, plane.line_size * height).reshape(height, plane.line_size)

@@ -88,6 +88,8 @@ def _read_form(data: memoryview, start: int, options: DecodeOptions) -> WavForm:
             raise DecodeError("truncated", "the WAV ends before its sound")
         kind = bytes(data[at : at + 4])
         (length,) = struct.unpack_from(order + "I", data, at + 4)
+        if kind != b"data" and length > size - at - 8:
+            raise DecodeError("truncated", f"the WAV ends inside its {kind!r} chunk")
         body = data[at + 8 : min(at + 8 + length, size)]
         if kind == b"ds64" and len(body) >= 16:
             large = dict(zip((b"RIFF", b"data"), struct.unpack_from(order + "QQ", body), strict=True))
@@ -103,8 +105,6 @@ def _read_form(data: memoryview, start: int, options: DecodeOptions) -> WavForm:
             if claimed == _UNKNOWN and b"RIFF" in large:
                 claimed = large[b"RIFF"]
             return _with_sound(data, start, at + 8, length, claimed, form, stated, order, options)
-        if length > size - at - 8:
-            raise DecodeError("truncated", f"the WAV ends inside its {kind!r} chunk")
         at = _after_chunk(data, at + 8 + length, length)
     raise DecodeError("too_large", f"more than max_chunks {options.max_chunks} chunks")
 

@@ -91,7 +91,9 @@ class _MaxSim(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # the decorator hides that ctx may be named
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor | None, ...]:
         u_TW, v_KW, query_offsets_Q1, document_offsets_N1 = ctx.saved_tensors
         by_score_QN = grad_outputs[0].to(u_TW.dtype)
         by_u_TW, by_v_KW = torch.zeros_like(u_TW), torch.zeros_like(v_KW)

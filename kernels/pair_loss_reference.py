@@ -231,7 +231,9 @@ class _PairLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # the decorator hides that ctx may be named
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor | None, ...]:
         (by_loss,) = grad_outputs
         return (*((g * by_loss).to(g.dtype) for g in ctx.saved_tensors), None, None, None, None)
 
@@ -284,7 +286,9 @@ class _RowLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # the decorator hides that ctx may be named
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor | None, ...]:
         (gradient_MN,) = ctx.saved_tensors
         return (gradient_MN * grad_outputs[0]).to(gradient_MN.dtype), None, None
 

@@ -10,7 +10,7 @@ from treadle.kernels.dispatch import Impl, choose
 from treadle.kernels.philox_reference import Words, philox_reference
 
 
-def philox4x32(key: tuple[int, int], c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, impl: Impl = "auto") -> Words:
+def philox4x32(key: tuple[int, int], c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, *, impl: Impl = "auto") -> Words:
     """Four 32-bit words per counter.
 
     Args:

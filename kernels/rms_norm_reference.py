@@ -38,10 +38,7 @@ class _RmsNorm(torch.autograd.Function):
             x = x.to(wide)
             norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
             torch.rsqrt(norm.square_().div_(width).add_(EPS), out=inverse)
-            if dtype is wide:
-                torch.mul(x, inverse, out=y).mul_(gain_D)
-            else:
-                y.copy_((x * inverse).mul_(gain_D))
+            torch.mul(x * inverse, gain_D, out=y)
         ctx.save_for_backward(x_PD, gain_D, inverse_P1)
         return y_PD
 
@@ -61,7 +58,7 @@ class _RmsNorm(torch.autograd.Function):
             along = torch.mv(product, wide_gain_D).div_(width)[:, None]
             # dx = inverse * (gain * dy - normed * mean(gain * dy * normed))
             torch.mul(dy, wide_gain_D, out=product)
-            dx.copy_(product.addcmul_(normed, along, value=-1).mul_(inverse))
+            torch.mul(product.addcmul_(normed, along, value=-1), inverse, out=dx)
         return dx_PD, dgain_D.to(gain_D.dtype), None
 
 

@@ -21,9 +21,16 @@ def rotary_reference(qkv_P3HK: Tensor, q_gain_K: Tensor, k_gain_K: Tensor, turn_
     return q_PHK, k_PHK, v_PHK
 
 
-def _turned(x_PHK: Tensor, turn_PA: Tensor) -> Tensor:
-    pairs = torch.view_as_complex(x_PHK.view(*x_PHK.shape[:-1], x_PHK.shape[-1] // 2, 2))
-    return torch.view_as_real(pairs.mul_(turn_PA[:, None, :])).flatten(-2)
+def _turn(x_PHK: Tensor, turn_PA: Tensor, out_PHK: Tensor) -> None:
+    """Writes contiguous `x`, each pair of channels turned, into `out`."""
+    if out_PHK.dtype is x_PHK.dtype:
+        torch.mul(_pairs(x_PHK), turn_PA[:, None, :], out=_pairs(out_PHK))
+    else:
+        out_PHK.copy_(torch.view_as_real(_pairs(x_PHK) * turn_PA[:, None, :]).view(x_PHK.shape))
+
+
+def _pairs(x_PHK: Tensor) -> Tensor:
+    return torch.view_as_complex(x_PHK.view(*x_PHK.shape[:-1], x_PHK.shape[-1] // 2, 2))
 
 
 class _QkNormRotary(torch.autograd.Function):
@@ -43,7 +50,8 @@ class _QkNormRotary(torch.autograd.Function):
                 x = qkv[:, part].to(wide)
                 norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
                 torch.rsqrt(norm.square_().div_(width).add_(EPS), out=inverse[:, part])
-                outs[part].copy_(_turned((x * inverse[:, part]).mul_(gain_2K[part]), turn))
+                normed = x * inverse[:, part]
+                _turn(normed.mul_(gain_2K[part]), turn, outs[part])
             outs[2].copy_(qkv[:, 2])
         ctx.save_for_backward(qkv_P3HK, gain_2K, turn_PA, inverse_P2H1)
         q_PHK, k_PHK, v_PHK = out_3PHK.unbind(0)
@@ -61,15 +69,14 @@ class _QkNormRotary(torch.autograd.Function):
             heads * width, qkv_P3HK, inverse_P2H1, turn_PA.conj().resolve_conj(), dqkv_P3HK, *gradients
         ):
             for part in (0, 1):
-                dy = torch.empty(douts[part].shape, dtype=wide, device=qkv.device).copy_(douts[part])
-                dy = _turned(dy, turn)
+                dy = torch.empty(douts[part].shape, dtype=wide, device=qkv.device)
+                _turn(douts[part].to(wide).contiguous(), turn, dy)
                 normed = qkv[:, part] * inverse[:, part]
                 product = dy * normed
                 rows = product.view(-1, width)
                 dgain_2K[part] += torch.mv(rows.t(), rows.new_ones(rows.shape[0]))
                 along = torch.mv(rows, wide_gain_2K[part]).div_(width).view(*product.shape[:-1], 1)
                 dy.mul_(wide_gain_2K[part]).addcmul_(normed, along, value=-1)
-                torch.mul(dy, inverse[:, part], out=dy)
-                dqkv[:, part] = dy
+                torch.mul(dy, inverse[:, part], out=dqkv[:, part])
             dqkv[:, 2] = douts[2]
         return dqkv_P3HK, dgain_2K.to(gain_2K.dtype), None

@@ -128,7 +128,7 @@ def segment_attention_reference(q_PHK: Tensor, k_PHK: Tensor, v_PHK: Tensor, gro
     if q_PHK.device.type == "cpu":
         out_PHK: Tensor = _GroupedAttention.apply(q_PHK, k_PHK, v_PHK, groups.groups)
     else:
-        out_PHK = _attend_by_autograd(q_PHK, k_PHK, v_PHK, groups.groups)
+        out_PHK = attend_by_autograd(q_PHK, k_PHK, v_PHK, groups.groups)
     return out_PHK if groups.inverse_P is None else out_PHK.index_select(0, groups.inverse_P)
 
 
@@ -146,13 +146,15 @@ def _flat(x_BHLK: Tensor, group: SegmentGroup) -> Tensor:
     return x if group.places is None else x.index_select(0, group.places)
 
 
-def _attend_by_autograd(q_PHK: Tensor, k_PHK: Tensor, v_PHK: Tensor, groups: tuple[SegmentGroup, ...]) -> Tensor:
+def attend_by_autograd(q_PHK: Tensor, k_PHK: Tensor, v_PHK: Tensor, groups: tuple[SegmentGroup, ...]) -> Tensor:
+    """The same for positions in the groups' order, on devices that lack the CPU's own pair of ops."""
     parts: list[Tensor] = []
     for group in groups:
         q, k, v = (_padded(x, group) for x in (q_PHK, k_PHK, v_PHK))
         parts.append(_flat(scaled_dot_product_attention(q, k, v, attn_mask=group.key_mask), group))
     end = groups[-1].end if groups else 0
-    return torch.cat([*parts, torch.zeros_like(q_PHK[end:]) + 0 * (k_PHK[end:] + v_PHK[end:])])
+    # The empty slices keep all three in the graph where no segment does.
+    return torch.cat([*parts, torch.zeros_like(q_PHK[end:]), q_PHK[:0], k_PHK[:0], v_PHK[:0]])
 
 
 class _GroupedAttention(torch.autograd.Function):

@@ -41,8 +41,8 @@ class _SwiGlu(torch.autograd.Function):
             gate, up, dout = x[:, :inner].to(wide), x[:, inner:].to(wide), dout.to(wide)
             share = torch.sigmoid(gate)
             active = gate * share
-            dx[:, inner:] = dout * active
+            torch.mul(dout, active, out=dx[:, inner:])
             # d silu / d gate = share + silu * (1 - share)
             share.addcmul_(active, 1 - share).mul_(up)
-            dx[:, :inner] = share.mul_(dout)
+            torch.mul(share, dout, out=dx[:, :inner])
         return dx_P2F

@@ -8,6 +8,7 @@ import ast
 import dataclasses
 import difflib
 import inspect
+import itertools
 import re
 import sys
 import textwrap
@@ -99,7 +100,7 @@ def field_docs(owner: type) -> dict[str, str]:
         return {}
     body = cast("ast.ClassDef", ast.parse(source).body[0]).body
     docs: dict[str, str] = {}
-    for this, following in zip(body, body[1:], strict=False):
+    for this, following in itertools.pairwise(body):
         if not isinstance(this, ast.AnnAssign) or not isinstance(this.target, ast.Name):
             continue
         if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant) and isinstance(following.value.value, str):
@@ -252,6 +253,7 @@ def build(owner: type[T], tree: Mapping[str, object], *, path: str = "") -> T:
         ConfigError: a key is unknown or missing, or a value is of the wrong type or range; the message names the key's path.
     """
     known = fields_of(owner)
+    docs = field_docs(cast("Any", owner))
     given: dict[str, object] = {}
     for key, value in tree.items():
         name = key.replace("-", "_")
@@ -265,7 +267,7 @@ def build(owner: type[T], tree: Mapping[str, object], *, path: str = "") -> T:
         if name not in given and nested is not None and default is dataclasses.MISSING:
             given[name] = build(nested, {}, path=here)
         elif name not in given and default is dataclasses.MISSING:
-            doc = field_docs(owner).get(name, "").rstrip(".")
+            doc = docs.get(name, "").rstrip(".")
             raise ConfigError(f"{here} is missing: give {describe(hint)}{f' ({doc})' if doc else ''}, in the file or as --{here} VALUE", here)
     try:
         return owner(**given)

@@ -32,11 +32,11 @@ HELD_OUT_SEED = 2**40
 class DatasetPlan:
     """How many samples of each kind to write."""
 
-    pictures: int = 2400
+    pictures: int = 1800
     """Captioned pictures to train on."""
-    clips: int = 900
+    clips: int = 1000
     """Captioned clips to train on."""
-    sounds: int = 900
+    sounds: int = 1000
     """Captioned recordings to train on."""
     held_out_pictures: int = 200
     """Pictures of combinations that no training sample shows; each shows another one."""

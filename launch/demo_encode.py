@@ -6,6 +6,7 @@ The same input gives the same bytes: one codec thread, no clock and no random se
 import io
 from collections.abc import Callable
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -59,7 +60,8 @@ def encode_clip(frames: Pixels, extension: str) -> bytes:
     container_name, codecs, options = _VIDEO[extension]
     out = io.BytesIO()
     with av.open(out, "w", format=container_name, options={"fflags": "+bitexact"}) as container:
-        stream = container.add_stream(_available(codecs), rate=CLIP_RATE_FPS, options=options)
+        # Any: its type follows the codec's name, which is no literal here.
+        stream: Any = container.add_stream(_available(codecs), rate=CLIP_RATE_FPS, options=options)
         stream.width, stream.height, stream.pix_fmt = frames.shape[2], frames.shape[1], "yuv420p"
         stream.codec_context.bit_rate = 400_000
         stream.codec_context.flags |= av.codec.context.Flags.bitexact
@@ -79,7 +81,7 @@ def encode_sound(samples: Samples, extension: str) -> bytes:
     out = io.BytesIO()
     pcm: npt.NDArray[np.int16] = np.rint(samples * 32767).astype(np.int16)[None, :]
     with av.open(out, "w", format=container_name, options={"fflags": "+bitexact"}) as container:
-        stream = container.add_stream(_available((codec,)), rate=SOUND_RATE_HZ, layout="mono")
+        stream: Any = container.add_stream(_available((codec,)), rate=SOUND_RATE_HZ, layout="mono")
         context = stream.codec_context
         context.flags |= av.codec.context.Flags.bitexact
         resampler = av.AudioResampler(format=context.format, layout="mono", rate=SOUND_RATE_HZ)

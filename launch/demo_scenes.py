@@ -46,7 +46,8 @@ def _polygon(x: _Plane, y: _Plane, corners: list[tuple[float, float]]) -> _Plane
         nearest = np.minimum(nearest, (wx - ex * along) ** 2 + (wy - ey * along) ** 2)
         crosses = (ay > y) != (by > y)
         inside ^= crosses & (x < ex * (y - ay) / (ey if ey else 1.0) + ax)
-    return np.where(inside, -1.0, 1.0) * np.sqrt(nearest)
+    distance: _Plane = np.where(inside, -1.0, 1.0) * np.sqrt(nearest)
+    return distance
 
 
 def _star(points: int, inner: float) -> list[tuple[float, float]]:
@@ -76,15 +77,20 @@ _POLYGONS: dict[int, list[tuple[float, float]]] = {
 
 def _cover(shape: int, side: int, centre: tuple[float, float], radius: float) -> _Plane:
     """How much of each pixel the shape covers; centre and radius in shares of the side."""
+    cover = np.zeros((side, side))
+    # Distances are worth their cost near the shape alone.
+    reach = 1.25 * radius + 1 / side
+    (left, right), (top, bottom) = ((max(0, math.floor((c - reach) * side)), max(0, math.ceil((c + reach) * side))) for c in centre)
     grid = (np.arange(side) + 0.5) / side
-    x, y = np.meshgrid((grid - centre[0]) / radius, (grid - centre[1]) / radius)
+    x, y = np.meshgrid((grid[left:right] - centre[0]) / radius, (grid[top:bottom] - centre[1]) / radius)
     if shape == 0:
         distance = np.hypot(x, y) - 1
     elif shape == 6:
         distance = np.abs(np.hypot(x, y) - 0.82) - 0.26
     else:
         distance = _polygon(x, y, _POLYGONS[shape])
-    return np.clip(0.5 - distance * radius * side, 0, 1)
+    cover[top:bottom, left:right] = np.clip(0.5 - distance * radius * side, 0, 1)
+    return cover
 
 
 def _ground(draw: np.random.Generator, side: int) -> _Plane:
@@ -94,11 +100,13 @@ def _ground(draw: np.random.Generator, side: int) -> _Plane:
     fall = draw.uniform(0.75, 1.25, 2)
     down = np.array([18.0, 2.0, -22.0]) * fall[0]
     across = np.array([-26.0, -26.0, -26.0]) * fall[1]
-    return level + grid[:, None, None] * down + grid[None, :, None] * across
+    ground: _Plane = level + grid[:, None, None] * down + grid[None, :, None] * across
+    return ground
 
 
-def _tint(draw: np.random.Generator, colour: int) -> npt.NDArray[np.float64]:
-    return COLOURS[colour] + draw.uniform(-14, 14, 3)
+def _tint(draw: np.random.Generator, colour: int) -> _Plane:
+    tint: _Plane = COLOURS[colour] + draw.uniform(-14, 14, 3)
+    return tint
 
 
 def _pixels(values: _Plane) -> Pixels:

@@ -106,7 +106,8 @@ def _nccl() -> tuple[Standing, str]:
     if not torch.distributed.is_available():
         return "missing", "this PyTorch has no torch.distributed: one process only"
     if torch.cuda.is_available() and torch.distributed.is_nccl_available():
-        return "ok", ".".join(map(str, torch.cuda.nccl.version()))
+        version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        return "ok", ".".join(map(str, version))
     return "missing", "ranks meet by gloo"
 
 

@@ -98,7 +98,7 @@ def _contents(
             continue
         for sample in read_samples((SourceSettings(urls=(pattern,)),), encoder.config.batch, schema):
             for place, field in enumerate(sample.fields):
-                yield Content(sample.key, field, Modality(int(sample.items.modalities[place])), sample.items.content(place), sample.url)
+                yield Content(sample.key, field, Modality(int(sample.items.modalities[place])), bytes(sample.items.content(place)), sample.url)
 
 
 def _single(name: str, kind: Modality | None) -> Content | None:

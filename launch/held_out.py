@@ -160,9 +160,8 @@ class HeldOut:
 
     def _pairs(self, vectors_ND: Vectors) -> dict[tuple[str, str], Retrieval]:
         items: Sequence[HeldOutItem] = [item for listed in self.items for item in listed]
-        finite = np.isfinite(vectors_ND).all(axis=1)
-        if not finite.all():
-            logger.warning("%d of %d held-out vectors are not finite: they are left out of recall", int((~finite).sum()), len(finite))
-        kept = np.flatnonzero(finite)
+        kept = [number for number, vector_D in enumerate(vectors_ND) if np.isfinite(vector_D).all()]
+        if len(kept) < len(items):
+            logger.warning("%d of %d held-out vectors are not finite: they are left out of recall", len(items) - len(kept), len(items))
         kinds = [self.settings.kinds.get(items[n].field, str(items[n].modality)) for n in kept]
         return retrieve_between(vectors_ND[kept], kinds, [items[n].label for n in kept])

@@ -151,7 +151,7 @@ def _sample(found: "Survey", number: int) -> str:
     sample = found.kept[number]
     parts = [f"<b>{html.escape(sample.key)}</b>"]
     for place, name in enumerate(sample.fields):
-        data = sample.items.content(place)
+        data = bytes(sample.items.content(place))
         modality = Modality(int(sample.items.modalities[place]))
         if modality is Modality.TEXT:
             parts.append(f"<p>{html.escape(data[: 4 * SHOWN_TEXT].decode('utf-8', 'replace')[:SHOWN_TEXT])}</p>")

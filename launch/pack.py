@@ -45,10 +45,11 @@ def packing_tree(config: Path | None, sources: tuple[str, ...]) -> Tree:
         if isinstance(trainer, dict):
             tree |= {name: trainer[name] for name in ("batch", "late_interaction") if name in trainer}
         tree |= {name: read[name] for name in ("batch", "data", "late_interaction", "batches_per_shard", "max_batches") if name in read}
-    data = dict(tree["data"]) if isinstance(tree.get("data"), dict) else {}
+    given = tree.get("data")
+    data: Tree = {"epochs": 1, **(given if isinstance(given, dict) else {})}
     if sources:
         data["sources"] = list(sources)
-    tree["data"] = {"epochs": 1, **data}
+    tree["data"] = data
     return tree
 
 
@@ -62,9 +63,12 @@ def pack_command(sources: tuple[str, ...], out: str, config: Path | None, **para
 
     `treadle train --data.packed FOLDER` then reads batches instead of samples, and takes the same steps bit for bit.
     """
-    settings = configuration(PackSettings, None, take_flags(PackSettings, parameters), packing_tree(config, sources))
-    if not settings.data.sources:
+    given = take_flags(PackSettings, parameters)
+    if not sources and config is None and not any(leaf.name == "data.sources" for leaf, _ in given):
         raise click.UsageError("there is nothing to pack: name shards, or a configuration that does")
+    settings = configuration(PackSettings, None, given, packing_tree(config, sources))
+    if not settings.data.sources:
+        raise click.UsageError(f"{config}: names no sources to pack: name shards")
     _pack(settings, out)
 
 

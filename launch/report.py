@@ -6,9 +6,10 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from treadle.launch.files import write_text
 
@@ -89,15 +90,13 @@ class _EventWriter:
     """TensorBoard's event files, without torch's wrapper, which imports far more than scalars need."""
 
     def __init__(self, folder: Path, after_step: int) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-        self._event, self._summary = Event, Summary
-        self._files = EventFileWriter(str(folder))
+        events: Any = import_module("tensorboard.compat.proto.event_pb2")
+        self._event: Any = events.Event
+        self._summary: Any = import_module("tensorboard.compat.proto.summary_pb2").Summary
+        self._files: Any = import_module("tensorboard.summary.writer.event_file_writer").EventFileWriter(str(folder))
         if after_step:  # curves drawn after this step belong to a course that the run has left
-            start = SessionLog(status=SessionLog.START)
-            self._files.add_event(Event(wall_time=time.time(), step=after_step + 1, session_log=start))
+            start = events.SessionLog(status=events.SessionLog.START)
+            self._files.add_event(self._event(wall_time=time.time(), step=after_step + 1, session_log=start))
 
     def add_scalar(self, name: str, value: float, step: int) -> None:
         """Adds one point to a curve."""
@@ -161,7 +160,9 @@ class Bar:
         """Says how far it is, and something about it."""
         self._done = done
         if self._progress is not None:
-            self._progress.update(self._task, completed=done, **({"note": note} if note else {}))
+            self._progress.update(self._task, completed=done)
+            if note:
+                self._progress.update(self._task, note=note)
         elif time.monotonic() - self._told_s >= self.LINE_S:
             self._line(note)
 

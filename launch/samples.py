@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from treadle.launch.settings import SourceSettings
 from treadle.pipeline import Schema, StepItems
+from treadle.pipeline.grouping import split_name
 from treadle.pipeline.samples import SampleError, sample_id
-from treadle.pipeline.shards import Shard, ShardError, split_name
+from treadle.pipeline.shards import Shard, ShardError
 from treadle.pipeline.sources import expand_urls
 from treadle.shape import BatchShape
 

@@ -10,7 +10,7 @@ import numpy as np
 from treadle.decoders import DecodeError, DecodeOptions, probe
 from treadle.launch.samples import LabelledSample, read_samples
 from treadle.launch.settings import SourceSettings
-from treadle.pipeline import Packer, PackedBatch, Schema
+from treadle.pipeline import PackedBatch, Packer, Schema
 from treadle.pipeline.bag import decode_bag
 from treadle.shape import MAX_TAPE_BYTES, AudioShape, BatchShape, ImageShape, Modality, VideoShape
 

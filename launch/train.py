@@ -1,5 +1,6 @@
 """`treadle train`: a run from a TOML file and/or flags; alone, as one process per GPU, or as a rank."""
 
+import logging
 import os
 import shlex
 from pathlib import Path
@@ -130,7 +131,8 @@ def _rank_arguments(settings: RunSettings, checkpoint: Path | None) -> list[str]
     # A name per node: nodes may share the folder.
     path = settings.output / f".ranks-{settings.workers.node_rank}.toml"
     write_text(path, toml_text(to_tree(settings)))
-    return ["train", str(path), *(["--resume", str(checkpoint)] if checkpoint is not None else [])]
+    verbose = ["-v"] if logging.getLogger().isEnabledFor(logging.INFO) else []
+    return [*verbose, "train", str(path), *(["--resume", str(checkpoint)] if checkpoint is not None else [])]
 
 
 def train_here(settings: RunSettings, checkpoint: Path | None) -> None:

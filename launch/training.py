@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-
 from treadle.launch.checkpoints import FOLDER, Checkpoints
 from treadle.launch.files import make_folder, write_text
 from treadle.launch.held_out import HeldOut, HeldOutResult
@@ -169,6 +168,7 @@ class Run:
                 values[f"{name}bias"] = float(temperatures.bias_G.detach()[0])
         if self._log is not None:
             self._log.row(stats.step, "train", values | rates)
+        logger.info("step %d: loss %.6g, %.0f tokens/s", stats.step, stats.loss, rates["tokens_per_s"])
         for refusal in stats.refusals:
             self._bar.say(f"step {stats.step}: an update was refused: {refusal}")
         self._bar.at(stats.step, f"loss {stats.loss:.4g}, {rates['tokens_per_s']:,.0f} tokens/s")

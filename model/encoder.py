@@ -6,7 +6,10 @@ is packed with.
 Suffixes: N contents, M dimensions, S segments, P positions, D hidden, W width of a token vector.
 """
 
-from collections.abc import Iterator, Sequence
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -21,11 +24,13 @@ from torch.nn.functional import normalize
 from treadle.decoders import DecodeError, DecodeOptions
 from treadle.model.checkpoint import read_checkpoint, require_entries
 from treadle.model.config import TrainerConfig
+from treadle.model.device import Precision, computes_in_bf16, pick_device
 from treadle.model.layout import BatchLayout
 from treadle.model.network import Network
 from treadle.pipeline import PackedBatch, Packer, StepItems
+from treadle.pipeline.bag import DecodedBag, decode_bag
 from treadle.pipeline.columns import Tape
-from treadle.shape import MAX_CHOICES_PER_ITEM, BatchShape, Modality, require_count
+from treadle.shape import MAX_CHOICES_PER_ITEM, Modality, require_count
 
 Content = bytes | bytearray | memoryview | str
 """One item's bytes; a string is its UTF-8."""
@@ -36,6 +41,7 @@ Contents = Sequence[Content] | tuple[NDArray[np.uint8], NDArray[np.int64]]
 OnError = Literal["raise", "nan"]
 
 LOOK_AHEAD_BATCHES = 2
+MAX_DECODING_THREADS = 16
 
 
 class Encoder:
@@ -56,7 +62,7 @@ class Encoder:
         checkpoint: str | Path,
         device: str | torch.device | None = None,
         *,
-        precision: Literal["fp32", "bf16"] | None = None,
+        precision: Precision | None = None,
         options: DecodeOptions | None = None,
     ) -> "Encoder":
         """The encoder of a trainer's checkpoint.
@@ -66,17 +72,27 @@ class Encoder:
             precision: None takes bf16 on CUDA, else fp32.
 
         Raises:
+            ValueError: there is no such device.
             StorageFileError: the file is missing, damaged, of a newer format or no checkpoint.
         """
+        placed = pick_device("device", device)
         content = read_checkpoint(checkpoint)
         network = Network(content.config)
         require_entries(checkpoint, "weights", content.weights, network.named_parameters())
         with torch.no_grad():
             for name, parameter in network.named_parameters():
                 parameter.copy_(content.weights[name])
-        placed = torch.device(device) if device is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        bf16 = (precision or ("bf16" if placed.type == "cuda" else "fp32")) == "bf16"
-        return cls(content.config, network, placed, bf16=bf16, options=options)
+        return cls(content.config, network, placed, bf16=computes_in_bf16(precision, placed), options=options)
+
+    @property
+    def network(self) -> Network:
+        """The trained modules, on the encoder's device."""
+        return self._network
+
+    @property
+    def bf16(self) -> bool:
+        """Whether matrix products run in bf16."""
+        return self._bf16
 
     @property
     def hidden(self) -> int:
@@ -187,10 +203,15 @@ class Encoder:
             raise ValueError(f"{kind} is not encoded here: the run trained {', '.join(map(str, self.modalities))}")
         if on_error not in ("raise", "nan"):
             raise ValueError(f'on_error is {on_error!r}: it must be "raise" or "nan"')
-        packer = Packer(self._shape(choices is not None), window=LOOK_AHEAD_BATCHES, options=self._options)
-        for index, content in enumerate(contents):
+        shape = self.config.batch if choices is None else replace(self.config.batch, max_choices_per_item=MAX_CHOICES_PER_ITEM)
+        packer = Packer(shape, window=LOOK_AHEAD_BATCHES, options=self._options)
+
+        def decoded(index: int) -> DecodedBag:
+            return decode_bag(_one(kind, contents[index], None if choices is None else choices[index]), shape, self._options)
+
+        for index, future in _in_order(decoded, len(contents)):
             try:
-                packer.add(_one(kind, content, None if choices is None else choices[index]), token=index)
+                packer.add_decoded(future.result(), token=index)
             except DecodeError as error:
                 if on_error == "nan":
                     continue
@@ -202,9 +223,20 @@ class Encoder:
         while packer.num_pending:
             yield _taken(packer)
 
-    def _shape(self, chooses: bool) -> BatchShape:
-        shape = self.config.batch
-        return replace(shape, max_choices_per_item=MAX_CHOICES_PER_ITEM) if chooses else shape
+
+def _in_order(call: Callable[[int], DecodedBag], count: int) -> Iterator[tuple[int, "Future[DecodedBag]"]]:
+    """Calls with 0 to `count - 1` on a few threads, a bounded number ahead, answered in order."""
+    threads = min(MAX_DECODING_THREADS, os.cpu_count() or 1)
+    with ThreadPoolExecutor(threads, "treadle-decode") as pool:
+        ahead: deque[Future[DecodedBag]] = deque()
+        try:
+            for index in range(count):
+                while len(ahead) < 4 * threads and index + len(ahead) < count:
+                    ahead.append(pool.submit(call, index + len(ahead)))
+                yield index, ahead.popleft()
+        finally:
+            for future in ahead:
+                future.cancel()
 
 
 def _one(kind: Modality, content: bytes, choices: bytes | None) -> StepItems:

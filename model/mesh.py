@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from treadle.model.config import require_number
+from treadle.model.device import pick_device
 from treadle.model.mesh_rendezvous import meet
 from treadle.shape import require_count
 
@@ -316,7 +317,7 @@ def _flatten(value: object, prefix: str = "") -> dict[str, object]:
 
 
 def _pick_device(device: str | torch.device | None, local_index: int) -> torch.device:
-    picked = torch.device(device) if device is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    picked = pick_device("Mesh.bootstrap's device", device)
     if picked.type == "cuda":
         if str(picked) == "cuda":
             picked = torch.device("cuda", local_index % max(1, torch.cuda.device_count()))

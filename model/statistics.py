@@ -99,7 +99,7 @@ class StepRow:
             if ids:
                 shown = ", ".join(map(str, ids[:MAX_NAMED_ITEMS])) + (", ..." if len(ids) > MAX_NAMED_ITEMS else "")
                 places.append(f"micro-batch {suspect.micro_batch}: {len(ids)} of {suspect.id_S.numel()} items ({shown})")
-        where = "; ".join(places) if places else "no single item's vector is to blame"
+        where = "; ".join(places) if places else "none of its items has a vector that is not finite"
         return f"step {self.step}: update refused, {what}; rank {self.rank}: {where}"
 
 

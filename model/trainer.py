@@ -25,6 +25,7 @@ from treadle.model.checkpoint import (
 from treadle.model.config import Progress, TrainerConfig
 from treadle.model.config_json import geometry_differences, to_json
 from treadle.model.deferred import Deferred, Worker
+from treadle.model.device import computes_in_bf16, pick_device
 from treadle.model.mesh import World, require_same
 from treadle.model.network import Network
 from treadle.model.progress import ProgressReports, Stopped
@@ -66,8 +67,9 @@ class Trainer:
     def __init__(self, config: TrainerConfig) -> None:
         self.config = config
         self.world: World = config.mesh.world if config.mesh is not None else World()
-        self.device = _device_of(config)
-        bf16 = (config.precision or ("bf16" if self.device.type == "cuda" else "fp32")) == "bf16"
+        own = config.mesh.device if config.mesh is not None and config.device is None else config.device
+        self.device = pick_device("TrainerConfig.device", own)
+        bf16 = computes_in_bf16(config.precision, self.device)
         shared: dict[str, object] = {"config": to_json(config), "versions": versions(), "device": self.device.type, "bf16": bf16}
         require_same(self.world, shared)
         self.network = Network(config).to(self.device)
@@ -178,6 +180,7 @@ class Trainer:
             wait: False answers at once and writes beside further steps; the file is of the step at the call all the same.
 
         Raises:
+            ValueError: ranks are at different steps.
             Stopped: the progress callback answered False.
             StorageFileError: the folder or the disk refused the file; the old one is untouched.
         """
@@ -189,6 +192,9 @@ class Trainer:
             logger.info("saved step %d to %s", content.step, path)
 
         def run() -> Deferred[None]:
+            steps = [row[0] for row in self.world.exchange([self._runner.steps])]
+            if len(set(steps)) > 1:
+                raise ValueError(f"ranks save at steps {steps}: every rank calls save at the same step")
             ranks = collect_ranks(self.world, self._rank_state(given))
             if self._saving is not None:
                 self._wait_for_saving()
@@ -359,11 +365,3 @@ def _packed_batches(batch: object) -> list[PackedBatch]:
             raise ValueError(f"a step takes a PackedBatch, a list of them, a StepItems or None, not a {type(one).__name__}")
         batches.append(one)
     return batches
-
-
-def _device_of(config: TrainerConfig) -> torch.device:
-    if config.device is not None:
-        return torch.device(config.device)
-    if config.mesh is not None:
-        return config.mesh.device
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

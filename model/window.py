@@ -39,7 +39,7 @@ class AccumulationWindow:
         """Adds every term's gradient, scaled, to the parameters' gradients."""
         for k, term in enumerate(TERMS):
             if term in self.gradients:
-                self._parameters.gradients += scales_K[k].float() * self.gradients[term]
+                self._parameters.gradients.addcmul_(self.gradients[term], scales_K[k].float())
 
     def clear(self) -> None:
         """Starts a new window."""

@@ -124,10 +124,12 @@ def decode_items(
     if on_error not in ("raise", "drop"):
         raise ValueError(f'on_error is {on_error!r}: it must be "raise" or "drop"')
     items.check(shape)
+    offers = None if items.choices is None else np.diff(items.choices.offsets).tolist()
     payloads: list[Payload | None] = []
     for item, kind in enumerate(items.modalities.tolist()):
         try:
-            payloads.append(decode(Modality(kind), items.content(item), shape, options, "head" if item_choices(items, item)[0] else "tail"))
+            cut: Literal["head", "tail"] = "head" if offers is not None and offers[item] else "tail"
+            payloads.append(decode(Modality(kind), items.content(item), shape, options, cut))
         except DecodeError as error:
             if on_error == "raise":
                 raise ItemDecodeError(error.kind, f"item {item}: {error.detail}", item) from error
@@ -144,12 +146,11 @@ def assemble_bag(items: StepItems, payloads: Sequence[Payload | None], members: 
     chosen = range(len(items)) if members is None else members
     kept = [item for item in chosen if payloads[item] is not None]
     found: list[Payload] = [payload for item in kept if (payload := payloads[item]) is not None]
-    legal: list[bytes] = []
-    targets: list[NDArray[np.float32]] = []
-    for item in kept:
-        entry, wanted = item_choices(items, item)
-        legal.append(entry)
-        targets.append(wanted)
+    legal: list[bytes] = [b""] * len(kept)
+    targets: list[NDArray[np.float32]] = [_NO_TARGETS] * len(kept)
+    if items.choices is not None and len(items.choices.data):
+        for place, item in enumerate(kept):
+            legal[place], targets[place] = item_choices(items, item)
     lengths: list[int] = []
     for payload, entry in zip(found, legal, strict=True):
         frames, high, wide = payload.grid

@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from treadle.decoders import DecodeOptions
 from treadle.pipeline.batch import PackedBatch
@@ -29,6 +29,7 @@ from treadle.pipeline.readahead import Readahead
 from treadle.pipeline.samples import RawSample, Schema, sample_id
 from treadle.pipeline.shards import ShardError
 from treadle.pipeline.state import Pending, Position, Share, StreamState
+from treadle.pipeline.text_path import TextPath
 from treadle.pipeline.units import Units
 from treadle.shape import BatchShape
 
@@ -40,6 +41,11 @@ QUEUED_SAMPLES: Final = 1024
 """Samples between the draw and the packer while some of them are being decoded."""
 QUEUED_TEXTS: Final = 64
 """The same while all of them are texts: nothing is won by drawing them earlier."""
+GROWTH: Final = 4
+"""Samples drawn for each one consumed while the queue grows: the first batch does not wait for a full queue."""
+
+STORAGE_KINDS: Final = frozenset({"not_found", "forbidden", "refused", "changed", "not_a_tar", "unreadable"})
+"""Faults of the storage, which come and go; the others are damages of what is stored."""
 
 OnStreamError = Literal["quarantine", "raise"]
 
@@ -84,8 +90,7 @@ class Ledger:
     peak_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Context:
+class Context(NamedTuple):
     """What stays here while a sample is decoded."""
 
     step: Drawn | None
@@ -111,9 +116,12 @@ class Feed:
             seed=config.plan.seed, options=config.options,
         )  # fmt: skip
         self._preparer = Preparer(config.schema, config.shape, config.options)
+        self._text_path = TextPath(config.schema, config.shape, config.options)
         self.ahead: Readahead[Context, Read | Fetch, Outcome] = Readahead(
             self._preparer, threads=config.threads, processes=config.processes, limit_bytes=IN_FLIGHT_BYTES, measure=held_bytes
         )
+        self._told: set[tuple[int, int, int, str]] = set()
+        self._opened = False
         self._decoding = 0
         self._ended: Ended | None = None
         self._finished = False
@@ -139,19 +147,26 @@ class Feed:
         Raises:
             ShardError | SampleError | DecodeError: under `on_error="raise"`, with a note that says where.
         """
-        self._restore()
-        while not self._packer.ready():
-            if self._finished:
-                if not self._packer.num_pending:
-                    return None
-                break
-            self._consume()
-        begun = time.perf_counter()
-        batch = self._packer.take()
-        batch.state = self.state()
-        self._ledger.batches += 1
-        self._ledger.pack_s += time.perf_counter() - begun
-        return batch
+        ledger = self._ledger
+        begun, elsewhere_s = time.perf_counter(), self._elsewhere_s()
+        try:
+            self._restore()
+            while not self._packer.ready():
+                if self._finished:
+                    if not self._packer.num_pending:
+                        return None
+                    break
+                self._consume()
+            batch = self._packer.take()
+            batch.state = self.state()
+            ledger.batches += 1
+            return batch
+        finally:
+            ledger.pack_s += time.perf_counter() - begun - (self._elsewhere_s() - elsewhere_s)
+
+    def _elsewhere_s(self) -> float:
+        """Seconds of this thread that were not spent on packing."""
+        return self._ledger.read_s + self._ledger.inline_s + self.ahead.waited_s
 
     def state(self) -> StreamState:
         """The position just after the last sample consumed."""
@@ -173,7 +188,13 @@ class Feed:
         ahead, ledger = self.ahead, self._ledger
         begun = time.perf_counter()
         inline_s = ledger.inline_s
-        while self._ended is None and ahead.room() and len(ahead) < (QUEUED_SAMPLES if self._decoding else QUEUED_TEXTS):
+        if not self._opened:
+            self._opened = True
+            self._order.open()
+        most = QUEUED_TEXTS
+        if self._decoding:
+            most = min(QUEUED_SAMPLES, max(QUEUED_TEXTS, 4 * ahead.workers, len(ahead) + GROWTH))
+        while self._ended is None and ahead.room() and len(ahead) < most:
             step = self._order.advance()
             if isinstance(step, Ended):
                 self._ended = step
@@ -188,6 +209,10 @@ class Feed:
         ledger.read_s += time.perf_counter() - begun - (ledger.inline_s - inline_s)
 
     def _submit(self, step: Drawn, place: Place, sample: RawSample) -> None:
+        texts = self._text_path.bag(sample, place.sample_id)
+        if texts is not None:
+            self.ahead.put(Context(step, place, False), Outcome(sample.key, sample.offset, texts), sample.size)
+            return
         labelled = self._preparer.label(sample, place)
         if isinstance(labelled, Outcome):
             self.ahead.put(Context(step, place, False), labelled, sample.size)
@@ -204,7 +229,9 @@ class Feed:
     def _fetch(self, step: Drawn | None, place: Place, held: Held) -> None:
         self._decoding += 1
         charge = held.size + self._config.shape.max_columns_per_row * self._config.shape.bytes_per_position
-        self.ahead.submit(Context(step, place, True), Fetch(place, held), charge, held.size)
+        # Many small reads wait for the network at once; worker processes read for themselves.
+        coming = None if self._config.processes else self._units.fetch(place.url, held)
+        self.ahead.submit(Context(step, place, True), Fetch(place, held, coming), charge, held.size)
 
     def _pop(self) -> tuple[Drawn | None, Place, Outcome]:
         context, outcome = self.ahead.pop()
@@ -214,7 +241,8 @@ class Feed:
 
     def _consume(self) -> None:
         """Takes the head of what was drawn into the packer; at the end, the end."""
-        self._draw_ahead()
+        if self._decoding or len(self.ahead) <= QUEUED_TEXTS // 2:
+            self._draw_ahead()
         if not len(self.ahead):
             assert self._ended is not None
             self._position.follow(self._ended)
@@ -224,18 +252,16 @@ class Feed:
             return
         step, place, outcome = self._pop()
         assert step is not None
-        begun = time.perf_counter()
+        sample = step.sample
         self._position.follow(step)
         self._ledger.samples += 1
-        self._ledger.read_bytes += step.sample.size
+        self._ledger.read_bytes += sample.size
         for fault in step.faults:
             self._tell_fault(fault)
         self._tell(place, outcome)
         if outcome.bag is not None:
-            sample = step.sample
             token = Pending(*step.key, step.epoch, step.source, step.shard, sample.index, sample.offset, sample.size)
             self._packer.add_decoded(outcome.bag, token)
-        self._ledger.pack_s += time.perf_counter() - begun
 
     def _restore(self) -> None:
         """Reads and decodes the bags that waited, in order, and puts them back where they were."""
@@ -263,10 +289,20 @@ class Feed:
             self._packer.add_decoded(decoded, token)
 
     def _tell_fault(self, fault: Fault) -> None:
-        url = self._units.url(fault.source, fault.shard)
+        """Counts a shard that ended early: once an epoch, however many parts it is cut into, or raises it."""
         error = fault.error
         assert isinstance(error, ShardError)
-        self._quarantine(error, url, "", "", error.offset, error.kind, error.detail)
+        if self._config.on_error == "quarantine":
+            if error.kind in STORAGE_KINDS:
+                # It may have come between two parts of the shard: whichever meets it first tells.
+                key = (fault.source, fault.epoch, fault.shard, error.kind)
+                if key in self._told:
+                    return
+                self._told.add(key)
+            elif fault.part:
+                # A damage is met by every part; the first one tells, on whichever rank, before or after a restore.
+                return
+        self._quarantine(error, self._units.url(fault.source, fault.shard), "", "", error.offset, error.kind, error.detail)
 
     def _tell(self, place: Place, outcome: Outcome) -> None:
         """Counts what is wrong with a sample, or raises it."""

@@ -56,7 +56,8 @@ class HttpSource:
         if self.size is not None and position == self.size:
             return b""
         try:
-            fresh = self._response is None or not 0 <= position - self._at <= READ_THROUGH_BYTES
+            gap = position - self._at
+            fresh = self._response is None or not 0 <= gap <= READ_THROUGH_BYTES or (self._left is not None and gap >= self._left)
             if fresh:
                 self._drop_response()
                 if not self._request(position):
@@ -144,10 +145,10 @@ class HttpSource:
                 raise Fault(f"bytes from {position} were asked for, bytes from {start} came")
         else:
             total = held
-        self._same(total, response.getheader("ETag"))
         self._response, self._at, self._left, self._ranged = response, start, held, status == 206
         if start == 0:
             self._look_at_start(response)
+        self._same(total, response.getheader("ETag"))
         return True
 
     def _look_at_start(self, response: HTTPResponse) -> None:

@@ -247,14 +247,14 @@ class StepItems:
             ValueError: an item's modality has no live slice, offers more choices than the shape holds, or has a
                 temperature group that the run does not.
         """
-        for kind in Modality:
+        for number in sorted(set(self.modalities.tolist())):
+            kind = Modality(number)
             if not shape.is_live(kind):
-                found = np.flatnonzero(self.modalities == kind)
-                if len(found):
-                    raise ValueError(
-                        f"modalities: item {found[0]} is {kind}, which this batch shape leaves out: make its slice live "
-                        f"(BatchShape.{kind}) or leave the item out"
-                    )
+                item = int((self.modalities == number).argmax())
+                raise ValueError(
+                    f"modalities: item {item} is {kind}, which this batch shape leaves out: make its slice live "
+                    f"(BatchShape.{kind}) or leave the item out"
+                )
         if self.choices is not None and len(self.choices.data):
             lengths = np.diff(self.choices.offsets)
             most = int(lengths.argmax())

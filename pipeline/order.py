@@ -170,7 +170,9 @@ class Fault(NamedTuple):
     """A unit that ended early."""
 
     source: int
+    epoch: int
     shard: int
+    part: int
     error: Exception
 
 
@@ -199,34 +201,6 @@ class Ended(NamedTuple):
 
 class _SubLane:
     """One source within one lane."""
-
-    __slots__ = (
-        "_catalogue",
-        "_depth",
-        "_depth_bytes",
-        "_draw_at",
-        "_faults",
-        "_permutations",
-        "_plan",
-        "_samples",
-        "_shard",
-        "_source",
-        "appended",
-        "bytes",
-        "draws",
-        "end_unit",
-        "epoch",
-        "lanes",
-        "next_index",
-        "next_offset",
-        "number",
-        "over",
-        "parts",
-        "pool",
-        "taken",
-        "unit",
-        "units",
-    )  # fmt: skip
 
     def __init__(
         self, plan: OrderPlan, source: int, lane: int, number: int, catalogue: Catalogue, permutations: "_Permutations", faults: list[Fault]
@@ -268,26 +242,31 @@ class _SubLane:
         if close is not None:
             close()
 
+    def open(self) -> Iterator[Located] | None:
+        """The unit being read; None at the end of the epoch or of the source."""
+        unit = self.unit
+        if self._samples is None and not ((self.end_unit is not None and unit >= self.end_unit) or unit // self.units != self.epoch):
+            place, part = divmod(unit % self.units, self.parts)
+            self._shard = self._permutations.at(self._source, self.epoch, place)
+            self._samples = self._catalogue.read(
+                self._source, self._shard, part=part, parts=self.parts, index=self.next_index, offset=self.next_offset
+            )
+        return self._samples
+
     def _intake(self) -> Located | None:
         """The next sample of the current epoch, or None at its end."""
         while True:
-            samples = self._samples
+            samples = self._samples or self.open()
             if samples is None:
-                unit = self.unit
-                if (self.end_unit is not None and unit >= self.end_unit) or unit // self.units != self.epoch:
-                    return None
-                place, part = divmod(unit % self.units, self.parts)
-                self._shard = self._permutations.at(self._source, self.epoch, place)
-                samples = self._samples = self._catalogue.read(
-                    self._source, self._shard, part=part, parts=self.parts, index=self.next_index, offset=self.next_offset
-                )
+                return None
             try:
                 for sample in samples:
                     self.next_index = sample.index + 1
                     self.next_offset = sample.offset + sample.size
                     return sample
             except UnitBrokenError as broken:
-                self._faults.append(Fault(self._source, self._shard, broken.fault))
+                part = self.unit % self.units % self.parts
+                self._faults.append(Fault(self._source, self.epoch, self._shard, part, broken.fault))
             self.close()
             self.unit += self.lanes
             self.next_index = self.next_offset = 0
@@ -440,6 +419,12 @@ class Order:
             sub_lane.restore(cursor, pool)
         self._faults.clear()
         self._enqueue()
+
+    def open(self) -> None:
+        """Opens the unit that each lane stands in, so that a catalogue that reads ahead begins with all of them at once."""
+        for lane in self._lanes:
+            for sub_lane in lane.sub_lanes:
+                sub_lane.open()
 
     def close(self) -> None:
         """Lets go of the units being read."""

@@ -10,17 +10,16 @@ shards agree. Shards are plain tars, so they are read over the network, with ret
 import json
 import logging
 import os
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Literal, Protocol, Self
 
 from treadle.pipeline.batch import PackedBatch
-from treadle.pipeline.batch_file import batch_from_bytes, batch_parts, parsed_shape, shape_table, write_whole
+from treadle.pipeline.batch_file import batch_from_bytes, batch_parts, parsed_shape, shape_table
+from treadle.pipeline.packed_folder import open_folder
 from treadle.pipeline.tar import MAX_MEMBER_BYTES
 from treadle.pipeline.tensor_file import PackedError
 
@@ -83,7 +82,7 @@ def state_digest(state: "StreamState") -> str:
 
 
 class PackedWriter:
-    """Writes packed batches into shards under a local folder.
+    """Writes packed batches into shards under a folder, on this machine or in an object store.
 
     Closing finishes the last shard; leaving a `with` by an error drops the shard that was open, never one that is whole.
     """
@@ -91,7 +90,7 @@ class PackedWriter:
     def __init__(self, folder: str | os.PathLike[str], *, batches_per_shard: int = 64, append: bool = False) -> None:
         """
         Args:
-            folder: where the shards go; made if it is not there.
+            folder: where the shards go: a path, made if it is not there, or an object store's URL.
             batches_per_shard: batches of one shard.
             append: go on after the shards that the folder's index names.
 
@@ -101,16 +100,15 @@ class PackedWriter:
         """
         if batches_per_shard < 1:
             raise ValueError(f"PackedWriter.batches_per_shard is {batches_per_shard}: it must be at least 1")
-        self.folder = Path(folder)
         self.batches_per_shard = batches_per_shard
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self._folder = open_folder(folder)
         self._table: dict[str, Any] | None = None
         self._shards: list[dict[str, Any]] = []
-        index = self.folder / INDEX_NAME
-        if index.exists():
+        index = self._folder.read(INDEX_NAME)
+        if index is not None:
             if not append:
-                raise ValueError(f"{index} exists: give another folder, or append=True to go on after its shards")
-            found = read_index(index.read_bytes())
+                raise ValueError(f"{os.fspath(folder)} holds an {INDEX_NAME}: give another folder, or append=True to go on after its shards")
+            found = read_index(index)
             self._table, self._shards = {"shape": found["shape"], "capacities": found["capacities"]}, found["shards"]
         self._file: IO[bytes] | None = None
         self._temporary = ""
@@ -133,8 +131,7 @@ class PackedWriter:
         elif table != self._table:
             raise ValueError(f"this batch has shape and capacities {table}: the folder's batches have {self._table}; write it elsewhere")
         if self._file is None:
-            descriptor, self._temporary = tempfile.mkstemp(prefix=".batches-", suffix=".tmp", dir=self.folder)
-            self._file = os.fdopen(descriptor, "wb")
+            self._file, self._temporary = self._folder.begin()
             self._open = {"batches": 0, "segments": 0, "bags": 0, "tokens": 0, "dropped": 0, "fill": {}, "states": []}
         parts = batch_parts(batch)
         size = sum(len(part) for part in parts)
@@ -163,11 +160,10 @@ class PackedWriter:
         self._file.close()
         self._file = None
         name = f"batches-{len(self._shards):06d}.tar"
-        os.chmod(self._temporary, 0o644)
-        os.replace(self._temporary, self.folder / name)
+        self._folder.publish(self._temporary, name)
         self._shards.append({"name": name, "bytes": size, **self._open})
         table = {"format": FORMAT_NAME, "version": FORMAT_VERSION, **(self._table or {}), "shards": self._shards}
-        write_whole(self.folder / INDEX_NAME, [json.dumps(table, indent=1).encode()])
+        self._folder.write(INDEX_NAME, json.dumps(table, indent=1).encode())
 
     def close(self) -> None:
         """Finishes the shard that is open."""
@@ -218,18 +214,23 @@ def read_index(data: bytes) -> dict[str, Any]:
 class PackedReader:
     """Iterates the packed batches of shards, in order, each with its stream state.
 
-    It goes on from `position`, or from the state of the last batch that a trainer consumed.
+    It goes on from `position`, or from the state of the last batch that a trainer consumed. Of several ranks, rank r
+    of W reads the batches whose number is r modulo W, and skips the others' bytes.
     """
 
     def __init__(
         self,
         urls: str | os.PathLike[str] | Sequence[str],
         *,
+        rank: int = 0,
+        world_size: int = 1,
         on_error: Literal["raise", "quarantine"] = "raise",
         quarantine: Records | None = None,
     ) -> None:
         """
         Args:
+            rank: this process among those that share the batches.
+            world_size: how many share them; more than one needs an index.
             urls: a folder with an index (a path or a URL), or shards: a pattern or a list of URLs.
             on_error: "quarantine" skips a damaged batch, or the rest of a damaged shard, and counts it.
             quarantine: also told what was skipped.
@@ -240,6 +241,9 @@ class PackedReader:
         """
         if on_error not in ("raise", "quarantine"):
             raise ValueError(f'PackedReader.on_error is {on_error!r}: it must be "raise" or "quarantine"')
+        if not 0 <= rank < world_size:
+            raise ValueError(f"PackedReader.rank is {rank}: it must lie between 0 and world_size - 1, {world_size - 1}")
+        self.rank, self.world_size = rank, world_size
         self.on_error = on_error
         self.quarantine = quarantine
         self.counts: Counter[str] = Counter()
@@ -247,6 +251,8 @@ class PackedReader:
         self.index: dict[str, Any] | None = None
         self.shards = self._shards_of(urls)
         """URLs of the shards, in order."""
+        if world_size > 1 and self.index is None:
+            raise ValueError(f"PackedReader.world_size is {world_size}: shards without an index cannot be shared; give their folder")
         self.position = PackedPosition(0, 0, 0)
         """What the next iteration begins with."""
         self.state: StreamState | None = None
@@ -265,7 +271,7 @@ class PackedReader:
         return list(expand_urls(urls))
 
     def __len__(self) -> int:
-        """Batches in all shards.
+        """Batches in all shards, of all ranks.
 
         Raises:
             TypeError: there is no index that counts them.
@@ -310,17 +316,18 @@ class PackedReader:
     def _batches(self, number: int) -> Iterator[PackedBatch]:
         from treadle.pipeline.shards import Shard, ShardError
 
-        url, seen, offset = self.shards[number], self.position.batch, self.position.offset
-        skipped = 0
-        if offset < 0:
-            # A position found by its state knows no byte: the batches before it are passed over.
-            skipped, seen, offset = seen, 0, 0
+        url, start, offset = self.shards[number], self.position.batch, self.position.offset
+        # A position found by its state knows no byte: reading starts at the shard's, the batches before it are passed over.
+        first = 0 if offset < 0 else start
+        shards = self.index["shards"] if self.index else []
+        part = (self.rank - sum(int(shard["batches"]) for shard in shards[:number])) % self.world_size
+        seen = 0
         try:
-            for sample in Shard(url).samples(index=seen, offset=offset):
-                seen += 1
-                if seen <= skipped:
+            for sample in Shard(url).samples(part=part, parts=self.world_size, index=first, offset=max(0, offset)):
+                if sample.index < start:
                     continue
-                self.position = PackedPosition(number, seen, sample.end)
+                seen += 1
+                self.position = PackedPosition(number, sample.index + 1, sample.end)
                 try:
                     batch = self._batch(sample)
                 except PackedError as error:
@@ -331,9 +338,9 @@ class PackedReader:
         except ShardError as error:
             kind = "truncated" if error.kind.startswith("truncated") else "corrupt"
             raise PackedError(kind, f"{url}: {error}") from error
-        expected = self.index["shards"][number]["batches"] if self.index else seen
+        expected = len([at for at in range(start, shards[number]["batches"]) if at % self.world_size == part]) if shards else seen
         if seen != expected:
-            raise PackedError("truncated", f"{url} holds {seen} batches, its index counts {expected}")
+            raise PackedError("truncated", f"{url} holds {seen} more batches, its index counts {expected}")
 
     def _batch(self, sample: Any) -> PackedBatch:
         found = [field for field in sample.fields if field.name == _SUFFIX]

@@ -26,7 +26,8 @@ from treadle.pipeline.batch import PackedBatch
 from treadle.pipeline.fill import fill_batch, joined_relations, late_interaction_use
 from treadle.pipeline.items import StepItems
 from treadle.pipeline.layout import Capacities, LateInteractionCapacities
-from treadle.pipeline.placement import PendingBag, Placed, Placement, pack_demand
+from treadle.pipeline.pending import PendingBag, Placed, pack_demand
+from treadle.pipeline.placement import Placement
 from treadle.shape import BatchShape, require_count
 
 MAX_WINDOW = 1024
@@ -76,10 +77,10 @@ class Packer:
         return Placement(self.shape.max_rows_per_device, self.shape.max_columns_per_row, self.capacities, window)
 
     def _pending(self, bag: DecodedBag, edges: Sequence[int]) -> PendingBag:
-        demand = (1, len(bag.lengths), *edges)
         if self.capacities.late_interaction:
-            demand += late_interaction_use(bag, self.capacities.query_span)
-        return PendingBag(bag.lengths, pack_demand(demand))
+            late = late_interaction_use(bag, self.capacities.query_span)
+            return PendingBag(bag.lengths, pack_demand((1, len(bag.lengths), *edges, *late)))
+        return PendingBag(bag.lengths, pack_demand((1, len(bag.lengths), *edges)))
 
     def pack(self, items: StepItems, on_error: OnError = "raise") -> PackedBatch:
         """Packs one step's items into one batch; bags that do not fit are dropped, later ones first.
@@ -121,7 +122,10 @@ class Packer:
         kept = attract.remapped(segment_of), repel.remapped(segment_of), ignore.remapped(segment_of)
         batch = PackedBatch(self.shape, capacities=self.capacities)
         lost = sum(len(edges.sources) for edges in relations) - sum(len(edges.sources) for edges in kept)
-        fill_batch(batch, placed, kept, num_items=len(items), dropped=len(items) - len(order), dropped_edges=lost)
+        left_out = sum(payload is not None for payload in payloads) > len(order)
+        fill_batch(
+            batch, placed, kept, num_items=len(items), dropped=len(items) - len(order), dropped_edges=lost, left_out=left_out
+        )
         return batch
 
     def add(self, bag: StepItems, on_error: OnError = "raise", token: object = None) -> bool:
@@ -174,7 +178,7 @@ class Packer:
         relations: RelationColumns = joined_relations(placed)
         batch = PackedBatch(self.shape, capacities=self.capacities)
         fill_batch(
-            batch, placed, relations, dropped=self._dropped, dropped_edges=self._dropped_edges, left_waiting=bool(self._bags)
+            batch, placed, relations, dropped=self._dropped, dropped_edges=self._dropped_edges, left_out=bool(self._bags)
         )
         self._dropped = self._dropped_edges = 0
         return batch, [token for token, _ in taken]

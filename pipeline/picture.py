@@ -1,7 +1,6 @@
 """A packed batch as a picture: what the packer did, at a glance.
 
-Every row is a strip of columns; a segment is a block in its modality's colour, with a border on its left and a darker
-prefix. Images and first frames of clips are drawn inside their segments where they fit.
+Every row is a strip of columns; a segment is a block in its modality's colour, with a border on its left. Images and first frames of clips are drawn inside their segments where they fit.
 """
 
 from os import PathLike

@@ -5,18 +5,20 @@ Nothing here raises for what a sample holds: what is wrong with it travels in th
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from treadle.decoders import DecodeError, DecodeOptions
 from treadle.pipeline.bag import DecodedBag, decode_bag
 from treadle.pipeline.order import Held
 from treadle.pipeline.samples import SampleBag, SampleError, Schema
-from treadle.pipeline.shards import RawSample, Shard, ShardError
+from treadle.pipeline.shards import RawSample, ShardError
+from treadle.pipeline.units import read_sample
 from treadle.shape import BatchShape, Modality
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Where a sample comes from."""
 
     source: int
@@ -31,6 +33,8 @@ class Fetch:
 
     place: Place
     held: Held
+    coming: Future[RawSample] | None = None
+    """The sample, where it is already on its way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +58,7 @@ class Outcome:
     """Why the sample as a whole is left out."""
     drops: Sequence[tuple[str, int, DecodeError]] = ()
     """Items that did not decode: member, byte offset, reason."""
-    left_out: Counter[str] = field(default_factory=Counter)
+    left_out: Counter[str] | None = None
     """Files that the schema or the shape leave out, by reason."""
 
     def problems(self) -> Iterator[tuple[SampleError | ShardError | DecodeError, str, int]]:
@@ -93,11 +97,10 @@ class Preparer:
     def __call__(self, task: Read | Fetch) -> Outcome:
         """The task's outcome."""
         if isinstance(task, Fetch):
-            held = task.held
             try:
-                sample = Shard(task.place.url).sample_at(held.index, held.offset, held.size)
+                sample = task.coming.result() if task.coming is not None else read_sample(task.place.url, task.held)
             except ShardError as error:
-                return Outcome(offset=held.offset, failure=error)
+                return Outcome(offset=task.held.offset, failure=error)
             labelled = self.label(sample, task.place)
             if isinstance(labelled, Outcome):
                 return labelled

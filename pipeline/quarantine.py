@@ -111,9 +111,10 @@ class Quarantine:
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def __getstate__(self) -> Path | None:
-        return self.path if self._file >= 0 else None
+    def __getstate__(self) -> tuple[Path | None]:
+        return (self.path if self._file >= 0 else None,)
 
-    def __setstate__(self, path: Path | None) -> None:
-        self.path, self.counts, self._lock, self._file, self._failed = path, Counter(), threading.Lock(), -1, False
+    def __setstate__(self, state: tuple[Path | None]) -> None:
+        (self.path,) = state
+        self.counts, self._lock, self._file, self._failed = Counter(), threading.Lock(), -1, False
         self._open()

@@ -7,7 +7,7 @@ Among rows of that size the lowest is taken, so that the whole state of a row se
 
 from collections.abc import Sequence
 
-EXACT_SEARCH_STEPS = 20_000
+EXACT_SEARCH_STEPS = 5_000
 """Placements that the exact search tries before it gives a bag up."""
 
 
@@ -126,10 +126,10 @@ def exact_rows(lengths: Sequence[int], num_rows: int, columns: int) -> list[int]
     Best fit decreasing can miss a packing that exists. The search tries every row of each different free size, best
     fit first, and gives up after `EXACT_SEARCH_STEPS` placements: past that, "could never fit" is a judgement.
     """
+    if fewest_rows(lengths, columns) > num_rows:
+        return None
     free = [columns] * num_rows
     rows: list[int] = []
-    if sum(lengths) > num_rows * columns:
-        return None
     tried: list[list[int]] = [[]]
     for _ in range(EXACT_SEARCH_STEPS):
         depth = len(rows)
@@ -152,3 +152,20 @@ def exact_rows(lengths: Sequence[int], num_rows: int, columns: int) -> list[int]
         row = rows.pop()
         free[row] += lengths[len(rows)]
     return None
+
+
+def fewest_rows(lengths: Sequence[int], columns: int) -> int:
+    """Rows that `lengths` need at least, whatever packs them: the bound L2 of Martello and Toth (1990).
+
+    For every threshold: lengths that leave less than it beside them have a row each, so do the others over half a
+    row, and what is left of the latter must hold the lengths from the threshold to half a row.
+    """
+    best = -(-sum(lengths) // columns)
+    halves = [length for length in lengths if 2 * length > columns]
+    for threshold in {1, *(length for length in lengths if 2 * length <= columns)}:
+        alone = sum(length > columns - threshold for length in halves)
+        shared = [length for length in halves if length <= columns - threshold]
+        small = sum(length for length in lengths if threshold <= length and 2 * length <= columns)
+        over = small - (len(shared) * columns - sum(shared))
+        best = max(best, alone + len(shared) + max(0, -(-over // columns)))
+    return best

@@ -84,12 +84,15 @@ class SampleBag:
 
 
 @lru_cache(maxsize=64)
-def _all_pairs(num_items: int) -> Edges:
-    """Every item to every other."""
+def _all_attract(num_items: int) -> Relations:
+    """Every item attracts every other. Shared between samples: building it costs more than the rest of a bag."""
     if num_items < 2:
-        return Edges()
+        return Relations()
     ids = np.tile(np.arange(num_items, dtype=np.uint32), (num_items, 1))[~np.eye(num_items, dtype=bool)]
-    return Edges(np.arange(num_items + 1) * (num_items - 1), ids)
+    edges = Edges(np.arange(num_items + 1) * (num_items - 1), ids)
+    for column in (edges.offsets, edges.ids, edges.weights):
+        column.setflags(write=False)
+    return Relations(edges)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,7 +178,7 @@ class Schema:
         ids = item_ids(sample_id, len(sample.fields))
         choices, targets = self._choices(names, modalities, overrides, shape, left_out)
         items = StepItems(
-            modalities,
+            np.array(modalities, np.uint8),
             [sample.fields[place].data for place in chosen],
             bags=np.zeros(len(names), np.int64),
             temperature_groups=self._temperature_groups(names, overrides),
@@ -202,15 +205,17 @@ class Schema:
         return [int(given.get(name, LateInteractionSide.NONE)) for name in names] if given else None
 
     def _relations(self, names: list[str], overrides: Overrides | None) -> Relations:
-        places = {name: place for place, name in enumerate(names)}
         count = len(names)
+        if overrides is None and self.pairs is None:
+            return _all_attract(count)
+        places = {name: place for place, name in enumerate(names)}
         if overrides is not None and overrides.attract is not None:
             attract = named_edges(overrides.attract, places, count)
         elif self.pairs is not None:
             both = {pair for one, other in self.pairs for pair in ((one, other), (other, one))}
             attract = named_edges(((one, other, 1.0) for one, other in both), places, count)
         else:
-            attract = _all_pairs(count)
+            attract = _all_attract(count).attract
         if overrides is None:
             return Relations(attract)
         repel = named_edges(overrides.repel or (), places, count)

@@ -11,6 +11,7 @@ import threading
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from os import getpid, stat
 from urllib.parse import urlsplit
@@ -18,7 +19,7 @@ from urllib.parse import urlsplit
 from treadle.pipeline.grouping import Grouping, RawField, RawSample, ShardError, whole_sample
 from treadle.pipeline.storage import ByteStream, LocalStream, RemoteStream, RetryPolicy, StorageError, local_path, open_stream
 from treadle.pipeline.tar import CHUNK_BYTES, MAX_MEMBER_BYTES, MemberReader, TarError
-from treadle.pipeline.tar_header import BLOCK_BYTES, is_header
+from treadle.pipeline.tar_header import BLOCK_BYTES, TAR_KINDS, is_header
 from treadle.pipeline.unpack import Peekable, UnpackedStream, UnpackError, unpacked
 
 __all__ = ["RawField", "RawSample", "Shard", "ShardError"]
@@ -59,9 +60,9 @@ class _Nothing(ByteStream):
         """Nothing is open."""
 
 
-def _slices(url: str) -> MemberReader:
+def _slices(url: str, max_member_bytes: int) -> MemberReader:
     """A reader for parts of a shard that are in memory."""
-    return MemberReader(_Nothing(url, 0))
+    return MemberReader(_Nothing(url, 0), max_member_bytes=max_member_bytes)
 
 
 class _Table:
@@ -78,6 +79,12 @@ class _Table:
         stream.position = offset
         reader = MemberReader(stream, offset=offset, contents=False)
         self._found = Grouping(reader, self.counts, index=index, contents=False).samples()
+
+    def hand_counts(self, counts: Counter[str]) -> None:
+        """Moves what was counted so far to `counts`."""
+        with self._lock:
+            counts.update(self.counts)
+            self.counts.clear()
 
     def locate(self, index: int) -> tuple[int, int] | None:
         """Where sample `index` begins and ends, None past the last.
@@ -221,7 +228,7 @@ class Shard:
         done = False
         try:
             stream = self._at(packed, offset, size)
-            sample = self._one(stream, _slices(self.url), index, offset, size)
+            sample = self._one(stream, _slices(self.url, self._max_member_bytes), index, offset, size)
             done = True
             return sample
         except (StorageError, UnpackError) as error:
@@ -257,7 +264,12 @@ class Shard:
         else:
             # A long one is gathered member by member, so that its bytes are not held twice.
             reader = MemberReader(_Window(stream, offset, offset + size), offset=offset, max_member_bytes=self._max_member_bytes)
-            found = list(Grouping(reader, Counter(), index=index).samples())
+            try:
+                found = list(Grouping(reader, Counter(), index=index).samples())
+            except ShardError as error:
+                if error.kind not in TAR_KINDS:
+                    raise
+                raise ShardError("changed", offset, f"sample {index} is not there any more: {error}") from None
             sample = replace(found[0], size=size) if len(found) == 1 and found[0].offset == offset else None
         if sample is None:
             raise ShardError("changed", offset, f"bytes {offset} to {offset + size} do not hold sample {index} any more")
@@ -271,7 +283,7 @@ class Shard:
             raise ShardError("not_found" if isinstance(error, FileNotFoundError) else "unreadable", offset, str(error)) from None
         except StorageError as error:
             raise ShardError(error.kind, offset, error.detail) from None
-        slices = _slices(self.url)
+        slices = _slices(self.url, self._max_member_bytes)
         try:
             index += (part - index) % parts
             while (found := table.locate(index)) is not None:
@@ -281,6 +293,7 @@ class Shard:
                 index += parts
         finally:
             stream.close()
+            table.hand_counts(self.counts)
 
     def _presumed_plain(self) -> bool:
         """Whether to read it as a plain tar until that fails: the name says so, and nothing has been looked at."""
@@ -302,8 +315,9 @@ class Shard:
             if offset and self._presumed_plain():
                 # Saves a request for the first bytes: at `offset` a plain tar has a header.
                 stream = Peekable(open_stream(self.url, offset, policy=self._policy))
-                if is_header(stream.peek(BLOCK_BYTES)):
-                    return stream
+                with suppress(StorageError):
+                    if is_header(stream.peek(BLOCK_BYTES)):
+                        return stream
                 stream.close()
             if offset and not self._is_packed():
                 return open_stream(self.url, offset, policy=self._policy)

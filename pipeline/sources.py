@@ -92,7 +92,7 @@ def expand_urls(urls: str | os.PathLike[str] | Sequence[str | os.PathLike[str]])
     if not patterns:
         raise ValueError("urls is empty: name at least one shard")
     found: list[str] = []
-    for pattern in patterns:
+    for pattern in list[object](patterns):
         if not isinstance(pattern, str | os.PathLike):
             raise ValueError(f"urls holds {pattern!r}: each must be a path or a URL, as text")
         text = os.fspath(pattern)
@@ -179,10 +179,7 @@ class Source:
             object.__setattr__(self, "urls", os.fspath(self.urls))
         if not isinstance(self.urls, str):
             object.__setattr__(self, "urls", tuple(self.urls))
-        if isinstance(self.weight, bool) or not isinstance(self.weight, int | float) or not 0 < self.weight < math.inf:
-            raise ValueError(f"Source.weight is {self.weight!r}: it must be a positive number; leave a source out to weigh it zero")
-        if not isinstance(self.repeat, bool):
-            raise ValueError(f"Source.repeat is {self.repeat!r}: it must be True or False")
+        _check_blend(self.weight, self.repeat)
 
     def expanded(self) -> list[str]:
         """Its shards, in order.
@@ -191,6 +188,13 @@ class Source:
             ValueError: as `expand_urls`.
         """
         return expand_urls(self.urls)
+
+
+def _check_blend(weight: object, repeat: object) -> None:
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+        raise ValueError(f"Source.weight is {weight!r}: it must be a positive number; leave a source out to weigh it zero")
+    if not isinstance(repeat, bool):
+        raise ValueError(f"Source.repeat is {repeat!r}: it must be True or False")
 
 
 def urls_digest(urls: Sequence[str]) -> str:
@@ -219,6 +223,13 @@ class ManifestSource:
         """A source of resolved shard URLs."""
         public = tuple(public_url(url) for url in urls)
         return cls(urls=public, num_shards=len(public), digest=urls_digest(public), weight=float(weight), repeat=repeat)
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> Self:
+        """The source that `Manifest.to_dict` wrote."""
+        given = dict(plain)
+        given["urls"] = tuple(plain["urls"])
+        return cls(**given)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -258,8 +269,9 @@ class Manifest:
             ValueError: it is not one.
         """
         try:
-            sources = tuple(ManifestSource(**{**source, "urls": tuple(source["urls"])}) for source in plain["sources"])
-            return cls(**{**plain, "sources": sources})
+            given = dict(plain)
+            given["sources"] = tuple(ManifestSource.from_dict(source) for source in plain["sources"])
+            return cls(**given)
         except (TypeError, KeyError) as error:
             raise ValueError(f"this is no stream manifest: {error}") from None
 

@@ -36,7 +36,8 @@ _SECRET = re.compile(
     r"sig|token|key|secret|pass|auth|cred|policy|expires|^x-(amz|goog|oss|cos)-|^(se|sp|spr|sv|sr|st|sip|ss|srt|skoid|sktid|skt|ske|sks|skv)$",
     re.IGNORECASE,
 )
-_URL_IN_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*://[^\s'\"<>|\\]+")
+# Schemes are short; without a bound a long word would be searched again from each of its letters.
+_URL_IN_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]{0,30}://[^\s'\"<>|\\]+")
 
 
 class StorageError(Exception):
@@ -150,7 +151,12 @@ def public_url(url: str) -> str:
 
 def public_text(text: str) -> str:
     """A message with every URL in it made public, at most 500 characters of it."""
-    return _URL_IN_TEXT.sub(lambda match: public_url(match[0]), text)[:500]
+
+    def public(match: re.Match[str]) -> str:
+        url = match[0].rstrip(".,:;)]}")
+        return public_url(url) + match[0][len(url) :]
+
+    return _URL_IN_TEXT.sub(public, text[:10_000])[:500]
 
 
 class ByteStream(ABC):

@@ -184,8 +184,7 @@ class MemberReader:
         padded = size + -size % BLOCK_BYTES
         if total is not None and member.offset + size > total:
             raise _cut(member, total - member.offset)
-        if size > self._max_member_bytes:
-            self.refused[member.header_offset] = ("too_large", f"{size} bytes; at most {self._max_member_bytes} are read")
+        self._limit(member.header_offset, size)
         wanted = self._contents and member.header_offset not in self.refused and (self._want is None or self._want(member))
         content, have = b"", len(held)
         if wanted:
@@ -207,6 +206,10 @@ class MemberReader:
         self.end = member.offset + have
         return Block(content, member.offset, [member]), self.end
 
+    def _limit(self, header_offset: int, size: int) -> None:
+        if size > self._max_member_bytes:
+            self.refused[header_offset] = ("too_large", f"a file of {size} bytes; at most {self._max_member_bytes} are read")
+
     def _parse(self, buffer: bytes, base: int, final: bool) -> tuple[list[Member], int]:
         """Every member that `buffer`, at stream offset `base`, holds whole, and how many bytes were used.
 
@@ -214,7 +217,7 @@ class MemberReader:
         """
         members: list[Member] = []
         append = members.append
-        new, adler = tuple.__new__, adler32
+        new, adler, most = tuple.__new__, adler32, self._max_member_bytes
         position = start = 0
         end, zeros = len(buffer), self._zeros
         extension = Extension(self.shared) if self.shared else None
@@ -255,6 +258,8 @@ class MemberReader:
                         stop = data + ((size + 511) & -512)
                         if stop > end:
                             stop = self._short(text_of(name), base, start, data, size, end, final)
+                        if size > most:
+                            self._limit(base + start, size)
                         append(new(Member, (str(name, "utf-8", "surrogateescape"), base + start, base + data, size)))
                         position = stop
                     else:
@@ -355,6 +360,7 @@ class MemberReader:
         stop = data + size + -size % BLOCK_BYTES
         if stop > end:
             stop = self._short(name, base, start, data, size, end, final)
+        self._limit(base + start, size)
         members.append(Member(name, base + start, base + data, size))
         return stop
 

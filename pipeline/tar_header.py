@@ -6,10 +6,15 @@ BLOCK_BYTES = 512
 _COMPRESSED = {b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"PK\x03\x04": "zip", b"\x1f\x9d": "compress", b"\x04\x22\x4d\x18": "lz4"}
 
 
-class TarError(Exception):
-    """An archive that cannot be read on from `offset`.
+TAR_KINDS = frozenset(
+    {"empty", "not_a_tar", "bad_checksum", "bad_size", "bad_header", "unsupported", "truncated_header", "truncated_member"}
+)
+"""What can be wrong with an archive."""
 
-    Kinds: `empty`, `not_a_tar`, `bad_checksum`, `bad_size`, `bad_header`, `unsupported`, `truncated_header`, `truncated_member`.
+
+class TarError(Exception):
+    """An archive that cannot be read on from `offset`; `kind` is one of `TAR_KINDS`.
+
     `name` is the name of the member that is hit, as far as it can still be read, and `name_whole` whether that is all of it.
     """
 

@@ -4,19 +4,22 @@ Local shards are read as the order asks. Remote ones are read ahead, a unit per 
 samples are on their way, the others' are taken. What a unit holds does not depend on it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
 from typing import Final
 
 from treadle.pipeline.order import Held, UnitBrokenError
 from treadle.pipeline.samples import RawSample
 from treadle.pipeline.shards import Shard, ShardError
-from treadle.pipeline.storage import local_path
+from treadle.pipeline.storage import StorageError, local_path
 
 STRIDE_BYTES: Final = 2**19
 """Tar bytes of a unit that are read ahead at a time; a lane holds at most two such strides."""
+FIRST_SAMPLES: Final = 4
 STRIDE_SAMPLES: Final = 512
-IO_THREADS: Final = 16
+"""Samples of the first stride, and of the largest: strides double, so that a lane's first sample does not wait for many others."""
+IO_THREADS: Final = 32
 
 Stride = tuple[list[RawSample], Exception | None, bool]
 """Samples, the fault that ended them, and whether the unit is at its end."""
@@ -25,10 +28,9 @@ Stride = tuple[list[RawSample], Exception | None, bool]
 class Units:
     """Reads the units of a stream's sources."""
 
-    def __init__(self, urls: Sequence[Sequence[str]], *, open_shard: Callable[[str], Shard] = Shard) -> None:
+    def __init__(self, urls: Sequence[Sequence[str]]) -> None:
         """`urls` names each source's shards, in the manifest's order."""
         self._urls = urls
-        self._open_shard = open_shard
         self._executor: ThreadPoolExecutor | None = None
 
     def url(self, source: int, shard: int) -> str:
@@ -38,21 +40,21 @@ class Units:
     def read(self, source: int, shard: int, *, part: int, parts: int, index: int, offset: int) -> Iterator[RawSample]:
         """The samples of a unit from `index` on; see `order.Catalogue`."""
         url = self.url(source, shard)
-        samples = self._open_shard(url).samples(part=part, parts=parts, index=index, offset=offset)
+        samples = _opened(url).samples(part=part, parts=parts, index=index, offset=offset)
         if local_path(url) is not None:
             return _directly(samples)
+        executor = self._reading()
+        # The first stride is under way before anyone asks for it.
+        return _strides(executor, samples, executor.submit(_stride, samples, FIRST_SAMPLES))
+
+    def fetch(self, url: str, held: Held) -> Future[RawSample] | None:
+        """A remote sample known by reference, on its way; None where it is local and read in no time."""
+        return None if local_path(url) is not None else self._reading().submit(read_sample, url, held)
+
+    def _reading(self) -> ThreadPoolExecutor:
         if self._executor is None:
             self._executor = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="treadle-read")
-        # The first stride is under way before anyone asks for it.
-        return _strides(self._executor, samples, self._executor.submit(_stride, samples))
-
-    def sample(self, source: int, shard: int, held: Held) -> RawSample:
-        """A sample known by reference.
-
-        Raises:
-            ShardError: it cannot be read.
-        """
-        return self._open_shard(self.url(source, shard)).sample_at(held.index, held.offset, held.size)
+        return self._executor
 
     def close(self) -> None:
         """Joins the reading threads; safe to call again."""
@@ -61,33 +63,57 @@ class Units:
             executor.shutdown(wait=True, cancel_futures=True)
 
 
+@lru_cache(maxsize=1024)
+def _opened(url: str) -> Shard:
+    # A shard that has been looked at once is not asked again whether it is compressed.
+    return Shard(url)
+
+
+def read_sample(url: str, held: Held) -> RawSample:
+    """A sample known by reference.
+
+    Raises:
+        ShardError: it cannot be read.
+    """
+    try:
+        return _opened(url).sample_at(held.index, held.offset, held.size)
+    except StorageError as error:
+        raise _as_shard_error(error) from error
+
+
+def _as_shard_error(error: ShardError | StorageError) -> ShardError:
+    return error if isinstance(error, ShardError) else ShardError(error.kind, error.offset, error.detail)
+
+
 def _directly(samples: Iterator[RawSample]) -> Iterator[RawSample]:
     try:
         yield from samples
-    except ShardError as error:
-        raise UnitBrokenError(error) from error
+    except (ShardError, StorageError) as error:
+        raise UnitBrokenError(_as_shard_error(error)) from error
 
 
-def _stride(samples: Iterator[RawSample]) -> Stride:
+def _stride(samples: Iterator[RawSample], most: int) -> Stride:
     read: list[RawSample] = []
     size = 0
     try:
         for sample in samples:
             read.append(sample)
             size += sample.size
-            if size >= STRIDE_BYTES or len(read) >= STRIDE_SAMPLES:
+            if size >= STRIDE_BYTES or len(read) >= most:
                 return read, None, False
-    except ShardError as error:
-        return read, error, True
+    except (ShardError, StorageError) as error:
+        return read, _as_shard_error(error), True
     return read, None, True
 
 
 def _strides(executor: ThreadPoolExecutor, samples: Iterator[RawSample], coming: Future[Stride]) -> Iterator[RawSample]:
+    most = FIRST_SAMPLES
     try:
         while True:
             read, fault, at_end = coming.result()
             if not at_end:
-                coming = executor.submit(_stride, samples)
+                most = min(2 * most, STRIDE_SAMPLES)
+                coming = executor.submit(_stride, samples, most)
             yield from read
             if fault is not None:
                 raise UnitBrokenError(fault) from fault

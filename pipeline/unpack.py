@@ -208,7 +208,8 @@ def _gzip_pieces(source: _Input) -> Iterator[bytes]:
             except zlib.error as error:
                 yield from _salvage(before, data, OUTPUT_BYTES)
                 raise _Damage("bad_gzip", str(error)) from None
-            source.used(len(data) - len(inflater.unconsumed_tail) - len(inflater.unused_data))
+            # At the end of the data, what follows it is in both places.
+            source.used(len(data) - len(inflater.unused_data if inflater.eof else inflater.unconsumed_tail))
             crc = zlib.crc32(piece, crc)
             length += len(piece)
             if piece:

@@ -16,8 +16,8 @@ from PIL import Image
 from treadle.decoders import DecodeOptions, Payload, decode
 from treadle.shape import AudioShape, BatchShape, ImageShape, Modality, VideoShape
 
-_PLANAR = {"fltp": np.float32, "s16p": np.int16, "s32p": np.int32, "dblp": np.float64}
-_PACKED = {"flt": np.float32, "s16": np.int16, "s32": np.int32, "dbl": np.float64, "u8": np.uint8}
+_PLANAR: dict[str, Any] = {"fltp": np.float32, "s16p": np.int16, "s32p": np.int32, "dblp": np.float64}
+_PACKED: dict[str, Any] = {"flt": np.float32, "s16": np.int16, "s32": np.int32, "dbl": np.float64, "u8": np.uint8}
 
 
 class Maker:

@@ -1,5 +1,6 @@
 """Pair losses against loops over pairs in float64, worked examples to the last digit, gradients, and memory."""
 
+import itertools
 import math
 from typing import Any
 
@@ -134,7 +135,7 @@ def test_gradients(form: PairForm, ambient: float) -> None:
 
     assert torch.autograd.gradcheck(loss, (x, y, log_scale, bias))
     if form == "ranked":
-        loss(x, y, log_scale, bias).backward()
+        torch.autograd.backward(loss(x, y, log_scale, bias))
         assert bias.grad is not None and bias.grad.abs().max() < 1e-14  # only differences of scores enter: the bias cancels
 
 
@@ -165,9 +166,9 @@ def test_extreme_scores_in_fp32(form: PairForm, spread: float) -> None:
     pairs, named = random_pairs(rng, 20, 60, 0, 1.0)
     scores = (torch.from_numpy(rng.uniform(-1, 1, (20, 60))) * spread).float().requires_grad_()
     got = row_loss(scores, pairs, form=form)
-    got.backward()
+    torch.autograd.backward(got)
     double = scores.detach().double().requires_grad_()
-    row_loss(double, pairs, form=form).backward()
+    torch.autograd.backward(row_loss(double, pairs, form=form))
     expected = sum(oracle_row(s, a, r, form) for s, (a, r) in zip(scores.tolist(), dense_rows(pairs, named), strict=True))
     assert got.item() == pytest.approx(expected, rel=2e-6)
     assert scores.grad is not None and double.grad is not None
@@ -193,7 +194,7 @@ def test_sigmoid_example() -> None:
     bias = torch.tensor([-10.0], dtype=torch.float64, requires_grad=True)
     x = unit.clone().requires_grad_()
     loss = pair_loss(x, unit, log_scale, bias, torch.zeros(2, dtype=torch.int64), diagonal(2), form="sigmoid", widths=(2,)) / 2
-    loss.backward()
+    torch.autograd.backward(loss)
     assert loss.item() == pytest.approx(0.6931925794591612, abs=1e-15)
     assert bias.grad is not None and log_scale.grad is not None and x.grad is not None
     assert bias.grad.item() == pytest.approx(-0.4999546021312971, abs=1e-15)
@@ -202,7 +203,7 @@ def test_sigmoid_example() -> None:
     expected = torch.tensor([[0.0, 2.26989343512172e-4], [2.26989343512172e-4, 0.0]], dtype=torch.float64)
     torch.testing.assert_close(x.grad, expected, rtol=0, atol=1e-15)
     scores = torch.tensor([[0.0, -10.0], [-10.0, 0.0]], dtype=torch.float64, requires_grad=True)
-    (row_loss(scores, diagonal(2), form="sigmoid") / 2).backward()
+    torch.autograd.backward(row_loss(scores, diagonal(2), form="sigmoid") / 2)
     assert scores.grad is not None
     by_unit = scores.grad * 10
     torch.testing.assert_close(by_unit, torch.tensor([[-2.5, 2.26989343512172e-4], [2.26989343512172e-4, -2.5]], dtype=torch.float64))
@@ -224,7 +225,7 @@ def test_balanced_example() -> None:
     """
     scores = torch.zeros(8, 8, dtype=torch.float64, requires_grad=True)
     loss = row_loss(scores, diagonal(8), form="balanced") / 8
-    loss.backward()
+    torch.autograd.backward(loss)
     assert loss.item() == pytest.approx(math.log(2), abs=1e-15)
     assert scores.grad is not None
     assert scores.grad[0, 0].item() == pytest.approx(-0.03125, abs=1e-17)
@@ -240,7 +241,8 @@ def test_balanced_is_blind_to_duplicated_negatives() -> None:
         none = torch.zeros(1, dtype=torch.int64)
         return PairRows(none - 1, none, torch.zeros(count, dtype=torch.int64), make_named(1, {(0, 0): (1.0, 0.0)}), 1.0)
 
-    for form, blind in (("balanced", True), ("ranked", True), ("sigmoid", False)):
+    blind_of: dict[PairForm, bool] = {"balanced": True, "ranked": True, "sigmoid": False}
+    for form, blind in blind_of.items():
         one, two = row_loss(scores, pairs(3), form=form), row_loss(doubled, pairs(5), form=form)
         assert (abs(one.item() - two.item()) < 1e-15) is blind
 
@@ -254,7 +256,7 @@ def test_ranked_example() -> None:
     named = make_named(1, {(0, 0): (1.0, 0.0), (0, 1): (1.0, 0.0)})
     pairs = PairRows(none - 1, none, torch.zeros(4, dtype=torch.int64), named, 1.0)
     loss = row_loss(scores, pairs, form="ranked")
-    loss.backward()
+    torch.autograd.backward(loss)
     assert loss.item() == pytest.approx(0.4970931035321026, abs=1e-15)
     assert scores.grad is not None
     expected = torch.tensor([[-0.07909182363689048, -0.25, 0.25, 0.07909182363689048]], dtype=torch.float64)
@@ -293,7 +295,7 @@ def test_matryoshka(form: PairForm) -> None:
     padded = torch.cat([x[:, :16], torch.zeros(12, 16, dtype=torch.float64)], 1)
     assert loss(padded, 16).item() == pytest.approx(loss(padded, 32).item(), rel=1e-14)
     leaf = x.clone().requires_grad_()
-    loss(leaf, 8, 16).backward()
+    torch.autograd.backward(loss(leaf, 8, 16))
     assert leaf.grad is not None and leaf.grad[:, :16].abs().min() > 0 and not leaf.grad[:, 16:].any()
 
 
@@ -311,7 +313,7 @@ def test_nothing_to_score_is_zero_with_zero_gradients(form: PairForm) -> None:
         x = torch.randn(count, 8, requires_grad=True)
         log_scale, bias = torch.ones(1, requires_grad=True), torch.zeros(1, requires_grad=True)
         loss = pair_loss(x, x, log_scale, bias, zero[:count], pairs, form=form, widths=(8,))
-        loss.backward()
+        torch.autograd.backward(loss)
         assert loss.item() == 0
         for leaf in (x, log_scale, bias):
             assert leaf.grad is not None and not leaf.grad.any()
@@ -326,7 +328,7 @@ def test_no_anchors_but_candidates_and_the_reverse(form: PairForm) -> None:
         pairs = PairRows(torch.full((anchors,), -1), groups[:anchors], groups[:candidates], make_named(anchors, {}), 1.0)
         x, y = torch.randn(anchors, 8, requires_grad=True), torch.randn(candidates, 8, requires_grad=True)
         loss = pair_loss(x, y, one, one, torch.zeros(anchors, dtype=torch.int64) if anchors else none, pairs, form=form, widths=(8,))
-        loss.backward()
+        torch.autograd.backward(loss)
         assert loss.item() == 0 and x.grad is not None and y.grad is not None and not x.grad.any() and not y.grad.any()
 
 
@@ -342,7 +344,7 @@ def test_zero_and_tiny_vectors(form: PairForm) -> None:
     pairs = PairRows(torch.arange(6), zero, zero, named, 1.0)
     log_scale, bias = torch.full((1,), math.log(5.0)), torch.zeros(1)
     loss = pair_loss(leaf, leaf, log_scale, bias, zero, pairs, form=form, widths=(8,))
-    loss.backward()
+    torch.autograd.backward(loss)
     assert leaf.grad is not None and torch.isfinite(leaf.grad).all() and not leaf.grad[2].any()
     scaled = x.detach().clone()
     scaled[4] *= 1e10
@@ -357,7 +359,7 @@ def test_anchors_dealt_to_ranks_give_one_call(form: PairForm) -> None:
     x = torch.from_numpy(rng.standard_normal((count, 16)))
     bounds = [0, 5, 5, 20, count]  # one rank holds nothing
     named: Weights = {}
-    for a, b in zip(bounds, bounds[1:], strict=False):
+    for a, b in itertools.pairwise(bounds):
         for i in range(a, b):
             named |= {(i, int(j)): (1.5, 0.0) if j % 2 else (0.0, 0.5) for j in rng.integers(a, b, 3) if j != i}
     group_N = torch.from_numpy(rng.integers(0, 5, count))
@@ -372,15 +374,15 @@ def test_anchors_dealt_to_ranks_give_one_call(form: PairForm) -> None:
             part = make_named(b - a, {(i - a, j): w for (i, j), w in named.items() if a <= i < b})
             pairs = PairRows(torch.arange(a, b), group_N[a:b], group_N, part, 0.8)
             total = total + pair_loss(leaf[a:b], leaf, log_scale, bias, temperature[a:b], pairs, form=form, widths=(8, 16))
-        total.backward()
+        torch.autograd.backward(total)
         assert leaf.grad is not None and log_scale.grad is not None and bias.grad is not None
         return [total.detach(), leaf.grad, log_scale.grad, bias.grad]
 
-    for one, many in zip(run([(0, count)]), run(list(zip(bounds, bounds[1:], strict=False))), strict=True):
+    for one, many in zip(run([(0, count)]), run(list(itertools.pairwise(bounds))), strict=True):
         torch.testing.assert_close(one, many, rtol=1e-12, atol=1e-13)
 
 
-class LargestTensor(TorchDispatchMode):
+class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves its __init_subclass__ untyped
     """Remembers the elements of the largest tensor that any operation makes."""
 
     elements = 0
@@ -401,9 +403,9 @@ def test_memory_is_linear_in_candidates(form: PairForm) -> None:
     ids = (torch.arange(count) ^ 1).to(torch.int64)
     named = NamedPairs(torch.arange(count + 1), ids, torch.ones(count), torch.zeros(count))
     group = torch.zeros(count, dtype=torch.int64)
-    with LargestTensor() as largest:
+    with LargestTensor() as largest:  # type: ignore[no-untyped-call]
         pairs = PairRows(torch.arange(count), group, group, named, 1.0)
-        pair_loss(x, x, torch.ones(1), torch.zeros(1), group, pairs, form=form, widths=(width,)).backward()
+        torch.autograd.backward(pair_loss(x, x, torch.ones(1), torch.zeros(1), group, pairs, form=form, widths=(width,)))
     assert largest.elements <= max(count * width, 2**19)
 
 

@@ -1,8 +1,10 @@
 """Checkpoints: going on bit for bit, saving beside further steps, and every way a file can be wrong."""
 
+import io
 import json
 import os
 import struct
+import tarfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +15,7 @@ from safetensors import safe_open
 
 from treadle.model.checkpoint import CheckpointMismatchError, RankState, fold_ranks, read_checkpoint
 from treadle.model.config import Choices, Contrastive, LateInteraction, Schedule, TrainerConfig
+from treadle.model.statistics import StepResult
 from treadle.model.storage_file import (
     DamagedFileError,
     MissingFileError,
@@ -24,7 +27,7 @@ from treadle.model.storage_file import (
     write_tensors,
 )
 from treadle.model.trainer import Stopped, Trainer
-from treadle.pipeline import PackedBatch, StepItems
+from treadle.pipeline import PackedBatch, ShardStream, StepItems
 from treadle.shape import BatchShape, ImageShape, Objective
 
 Tiny = Callable[..., TrainerConfig]
@@ -98,6 +101,52 @@ def test_an_open_window_is_resumed_bit_for_bit(tmp_path: Path, tiny: Tiny, batch
         resumed.accumulate(batches[3])
         assert resumed.step(batches[4]).stats == stats
         assert_same(everything(resumed), end)
+
+
+def _shards(folder: Path, pairs: Pairs) -> str:
+    for shard in range(2):
+        with tarfile.open(folder / f"pairs-{shard}.tar", "w") as file:
+            for seed in range(20 * shard, 20 * shard + 20):
+                items = pairs([seed])
+                for extension, item in (("txt", 0), ("png", 1)):
+                    content = bytes(items.content(item))
+                    member = tarfile.TarInfo(f"{seed:03}.{extension}")
+                    member.size = len(content)
+                    file.addfile(member, io.BytesIO(content))
+    return str(folder / "pairs-{0..1}.tar")
+
+
+def test_a_stream_goes_on_where_the_trainer_was(tmp_path: Path, tiny: Tiny, pairs: Pairs, shape: BatchShape) -> None:
+    sources = _shards(tmp_path, pairs)
+    path = tmp_path / "c.safetensors"
+    config = tiny(objective=Objective.JOINT)
+    numbers: list[float] = []
+
+    def note(result: StepResult) -> None:
+        numbers.append(result.stats.loss)
+
+    with Trainer(config) as trainer, ShardStream(sources, shape, seed=3, lanes=4, shuffle=8, epochs=3, threads=1) as stream:
+        trainer.fit(stream, on_step=note)
+        end = everything(trainer)
+    whole, numbers = numbers, []
+    assert len(whole) > 6
+    with Trainer(config) as trainer, ShardStream(sources, shape, seed=3, lanes=4, shuffle=8, epochs=3, threads=1) as stream:
+
+        def stop(result: StepResult) -> bool:
+            note(result)
+            return result.step < 4
+
+        trainer.fit(stream, on_step=stop)
+        trainer.save(path)
+    resumed = Trainer(replace(config, resume=path))
+    with resumed, ShardStream(sources, shape, seed=3, lanes=4, shuffle=8, epochs=3, threads=1) as stream:
+        assert resumed.stream_state is not None
+        stream.load_state(resumed.stream_state)
+        resumed.fit(stream, on_step=note)
+        assert numbers == whole
+        assert_same(everything(resumed), end)
+        resumed.save(path, stream=stream)
+        assert read_checkpoint(path).ranks[0].stream == stream.state.to_bytes()
 
 
 def test_saving_changes_nothing(tmp_path: Path, tiny: Tiny, batches: list[PackedBatch]) -> None:

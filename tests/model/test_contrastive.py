@@ -28,9 +28,7 @@ class Rank:
     edges: dict[str, dict[tuple[int, int], float]] = field(default_factory=dict)
 
     def layout(self) -> BatchLayout:
-        return make_layout(
-            len(self.groups), self.edges, group_S=torch.tensor(self.groups), temperature_group_S=torch.tensor(self.temperatures)
-        )
+        return make_layout(len(self.groups), self.edges, group_S=integers(self.groups), temperature_group_S=integers(self.temperatures))
 
 
 def make_layout(count: int, edges: dict[str, dict[tuple[int, int], float]], **fields: Tensor) -> BatchLayout:
@@ -47,7 +45,11 @@ def make_layout(count: int, edges: dict[str, dict[tuple[int, int], float]], **fi
             torch.tensor([k[1] for k in keys], dtype=torch.int64),
             torch.tensor([links[k] for k in keys], dtype=torch.float32),
         )
-    return BatchLayout(**given | fields)
+    return BatchLayout(**(given | dict[str, Any](fields)))
+
+
+def integers(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64)
 
 
 def softplus(x: float) -> float:
@@ -156,7 +158,7 @@ def test_against_the_definitions(form: PairLossForm, negatives: Negatives, seed:
     assert numerator.item() == pytest.approx(expected, rel=1e-12, abs=1e-13)
 
     # W ranks and one rank that holds the same items agree, in losses and in every gradient.
-    numerator.backward()
+    torch.autograd.backward(numerator)
     shift = np.cumsum([0, *sizes]).tolist()
     merged = Rank([g for r in ranks for g in r.groups], [t for r in ranks for t in r.temperatures])
     for rank, by in zip(ranks, shift, strict=False):
@@ -166,7 +168,7 @@ def test_against_the_definitions(form: PairLossForm, negatives: Negatives, seed:
     alone.load_state_dict(temperatures.state_dict())
     leaf = torch.from_numpy(np.concatenate(vectors)).requires_grad_()
     single, single_count = run([merged], [leaf], alone, config)
-    single.backward()
+    torch.autograd.backward(single)
     assert single_count == counted
     torch.testing.assert_close(single, numerator, rtol=1e-12, atol=1e-13)
     assert leaf.grad is not None
@@ -184,7 +186,7 @@ def test_gradients_match_the_oracle(form: PairLossForm) -> None:
     temperatures = Temperatures(3, 4.0, -0.5).double()
     x = rng.standard_normal((7, 16))
     leaf = torch.from_numpy(x.copy()).requires_grad_()
-    run(ranks, [leaf], temperatures, config)[0].backward()
+    torch.autograd.backward(run(ranks, [leaf], temperatures, config)[0])
     assert leaf.grad is not None and temperatures.log_scale_G.grad is not None and temperatures.bias_G.grad is not None
     scale, bias, step = temperatures.log_scale_G.tolist(), temperatures.bias_G.tolist(), 1e-5
 
@@ -252,7 +254,7 @@ def test_no_segments_take_part_with_nothing(form: PairLossForm) -> None:
         candidates = Candidates(others, others, torch.zeros(others, dtype=torch.int64))
         assert contrastive_count(layout, candidates, config) == 0
         loss = contrastive_sum(pooled_SD, pooled_ND, layout, candidates, temperatures, config)
-        loss.backward()
+        torch.autograd.backward(loss)
         assert loss.item() == 0 and pooled_ND.grad is not None and not pooled_ND.grad.any()
 
 
@@ -267,7 +269,7 @@ def test_temperatures_start_and_bound() -> None:
     bound = float(np.float32(math.log(100)))
     assert temperatures.log_scale_G.tolist() == [bound, -3.0]
     optimizer = torch.optim.SGD(temperatures.parameters(), lr=0.5)
-    temperatures.log_scale_G.sum().backward()
+    torch.autograd.backward(temperatures.log_scale_G.sum())
     optimizer.step()
     temperatures.clamp_()
     assert temperatures.log_scale_G.tolist() == [pytest.approx(bound - 0.5), -3.5]

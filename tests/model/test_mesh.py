@@ -59,6 +59,18 @@ def _rank(directory: str, rank: int) -> None:
     (Path(directory) / f"out-{rank}.json").write_text(json.dumps(out))
 
 
+def _rank_by_environment(directory: str) -> None:
+    with Mesh.bootstrap(device="cpu") as mesh:
+        total = mesh.world.all_sum(torch.tensor([1.0 + mesh.rank]))
+        (Path(directory) / f"env-{mesh.rank}.json").write_text(json.dumps([mesh.world_size, float(total)]))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def _launch(arguments: list[str], environment: dict[str, str] | None = None) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         [sys.executable, __file__, *arguments],
@@ -102,6 +114,13 @@ def test_three_ranks_through_a_folder(tmp_path: Path) -> None:
         assert out["flat"] == [3.0] * 5
         assert "config.hidden is 256 on rank 2 and 128 on rank 0" in out["refused"]
         first += SIZES[rank]
+
+
+def test_two_ranks_by_torchrun_s_environment(tmp_path: Path) -> None:
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    _finish([_launch([str(tmp_path)], {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)])
+    # 1 + 2, on both.
+    assert [json.loads((tmp_path / f"env-{rank}.json").read_text()) for rank in range(2)] == [[2, 3.0]] * 2
 
 
 def test_alone_is_the_identity(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,4 +236,7 @@ def test_a_world_is_a_world() -> None:
 
 
 if __name__ == "__main__":
-    _rank(sys.argv[1], int(sys.argv[2]))
+    if len(sys.argv) == 2:
+        _rank_by_environment(sys.argv[1])
+    else:
+        _rank(sys.argv[1], int(sys.argv[2]))

@@ -99,7 +99,7 @@ def items_of(seeds: list[int], *, texts_only: bool) -> StepItems:
     items: StepItems = SAMPLES.caption_pairs(seeds)
     if not texts_only:
         return items
-    return StepItems([0] * len(seeds), [SAMPLES.caption(s) for s in seeds], ids=[1000 * s + 1 for s in seeds], sides=[1] * len(seeds))
+    return StepItems([0] * len(seeds), [SAMPLES.caption(s) for s in seeds], ids=[1000 * s + 1 for s in seeds], sides=[3] * len(seeds))
 
 
 def joined(parts: list[StepItems]) -> StepItems:
@@ -137,8 +137,9 @@ def joined(parts: list[StepItems]) -> StepItems:
 
 
 def run(scenario: Scenario, mesh: Mesh | None, batches: list[PackedBatch | None]) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
-    """Takes the steps; answers their numbers and the weights after them."""
+    """Takes the steps; answers their numbers, the weights after them and the first step's gradients, clipped."""
     numbers: list[list[float]] = []
+    tensors: dict[str, torch.Tensor] = {}
     with Trainer(replace(config_of(scenario), mesh=mesh)) as trainer:
         for _ in range(STEPS):
             for batch in batches[: scenario.accumulated]:
@@ -156,7 +157,9 @@ def run(scenario: Scenario, mesh: Mesh | None, batches: list[PackedBatch | None]
                     float(stats.truncated),
                 ]
             )
-        return numbers, {name: p.detach().clone() for name, p in trainer.network.named_parameters()}
+            if not tensors:
+                tensors |= {f"gradient.{name}": p.grad.clone() for name, p in trainer.network.named_parameters() if p.grad is not None}
+        return numbers, tensors | {name: p.detach().clone() for name, p in trainer.network.named_parameters()}
 
 
 def rank_batches(scenario: Scenario, rank: int) -> list[PackedBatch | None]:
@@ -275,15 +278,20 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int
 def test_a_world_takes_the_steps_of_one_process(world_size: int, name: str, launched: Callable[[int], Path]) -> None:
     folder = launched(world_size)
     scenario = WORLDS[world_size][name]
-    expected, expected_weights = run(scenario, None, world_batches(scenario))
+    expected, expected_tensors = run(scenario, None, world_batches(scenario))
     assert expected[0][-2] > 0
+    assert expected[0][4] > 0 or scenario.changes is not NAMED_JOINT
     for rank in range(world_size):
         seen = json.loads((folder / f"out-{rank}.json").read_text())[name]
         for ours, theirs in zip(seen, expected, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
-        weights = torch.load(folder / f"{name}-{rank}.pt", weights_only=True)
-        for key, value in expected_weights.items():
-            torch.testing.assert_close(weights[key], value, rtol=0, atol=1e-5, msg=lambda m, key=key: f"{key}: {m}")  # type: ignore[misc]
+        tensors = torch.load(folder / f"{name}-{rank}.pt", weights_only=True)
+        assert tensors.keys() == expected_tensors.keys()
+        for key, value in expected_tensors.items():
+            # Adam forgives a gradient that is W times too large, the learned temperature's above all: compare gradients themselves.
+            # Clipped gradients have norm 1; what is zero in exact arithmetic (the bias under RANKED) is rounding far below that.
+            most = 1e-5 * float(value.abs().max()) + 1e-8 if key.startswith("gradient.") else 1e-5
+            assert float((tensors[key] - value).abs().max()) <= most, key
     first = torch.load(folder / f"{name}-0.pt", weights_only=True)
     last = torch.load(folder / f"{name}-{world_size - 1}.pt", weights_only=True)
     assert all(torch.equal(first[key], last[key]) for key in first)

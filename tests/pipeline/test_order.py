@@ -253,7 +253,7 @@ def test_a_broken_shard_ends_its_unit_and_is_told_once() -> None:
     steps: list[Drawn | Ended] = [*run(order := Order(plan, shards))]
     steps.append(order.advance())
     assert Counter(step.shard for step in steps if isinstance(step, Drawn)) == {0: 4, 1: 10}
-    assert [(fault.source, fault.shard) for step in steps for fault in step.faults] == [(0, 0), (0, 0)]
+    assert [fault[:4] for step in steps for fault in step.faults] == [(0, 0, 0, 0), (0, 1, 0, 0)]
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def test_an_interrupted_writer_leaves_whole_shards_and_goes_on(tmp_path: Path) -
         raise RuntimeError("stop")
     assert sorted(os.listdir(tmp_path / "a")) == ["batches-000000.tar", "batches-000001.tar", "index.json"]
     assert list(PackedReader(tmp_path / "a")) == batches[:4]
-    with pytest.raises(ValueError, match=r"index\.json exists: give another folder, or append=True"):
+    with pytest.raises(ValueError, match=r"a holds an index\.json: give another folder, or append=True"):
         PackedWriter(tmp_path / "a")
     with PackedWriter(tmp_path / "a", batches_per_shard=2, append=True) as writer:
         assert writer.batches == 4
@@ -231,3 +231,46 @@ def test_a_malformed_index_is_refused(change: dict[str, Any], kind: str, message
     assert caught.value.kind == kind
     with pytest.raises(PackedError, match="the index is no JSON"):
         read_index(b"{")
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_ranks_share_the_batches(world_size: int, tmp_path: Path) -> None:
+    batches = batches_of(11)
+    write(tmp_path / "a", batches, batches_per_shard=3)
+    for rank in range(world_size):
+        reader = PackedReader(tmp_path / "a", rank=rank, world_size=world_size)
+        positions, own = [reader.position], batches[rank::world_size]
+        for expected, batch in zip(own, reader, strict=True):
+            assert batch == expected
+            positions.append(reader.position)
+        for count, position in enumerate(positions):
+            again = PackedReader(tmp_path / "a", rank=rank, world_size=world_size)
+            again.load_position(position)
+            assert list(again) == own[count:]
+    with pytest.raises(ValueError, match=r"PackedReader\.rank is 2: it must lie between 0 and world_size - 1, 1"):
+        PackedReader(tmp_path / "a", rank=2, world_size=2)
+    with pytest.raises(ValueError, match="shards without an index cannot be shared"):
+        PackedReader([str(tmp_path / "a" / "batches-000000.tar")], world_size=2)
+
+
+def test_an_object_store_is_written_and_read() -> None:
+    import fsspec
+
+    batches = batches_of(5)
+    try:
+        with PackedWriter("memory://packed/a", batches_per_shard=2) as writer:
+            for batch in batches[:3]:
+                writer.write(batch)
+        with PackedWriter("memory://packed/a", batches_per_shard=2, append=True) as writer:
+            assert writer.batches == 3
+            for batch in batches[3:]:
+                writer.write(batch)
+        names = sorted(os.path.basename(path) for path in fsspec.filesystem("memory").ls("/packed/a", detail=False))
+        assert names == ["batches-000000.tar", "batches-000001.tar", "batches-000002.tar", "index.json"]
+        assert list(PackedReader("memory://packed/a")) == batches
+    finally:
+        fsspec.filesystem("memory").rm("/packed", recursive=True)
+    with pytest.raises(ValueError, match="shards cannot be written over HTTP"):
+        PackedWriter("http://localhost/packed")
+    with pytest.raises(ValueError, match="pipe: is refused"):
+        PackedWriter("pipe://cat")

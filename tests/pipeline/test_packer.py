@@ -1,6 +1,8 @@
 """The packer by its promises: whole bags, capacities, relations, counts, streams that resume."""
 
 import random
+import subprocess
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,7 +156,7 @@ def test_undecodable_items() -> None:
     assert caught.value.kind == "empty" and caught.value.index == 1
     batch = packer.pack(items, on_error="drop")
     assert batch.item[:2].tolist() == [0, 2] and batch.dropped == 1 and batch.dropped_edges == 2 and batch.items == 3
-    assert batch.attract.ids.tolist() == [1]
+    assert batch.attract.ids.tolist() == [1] and batch.closed_by == "end"
     with pytest.raises(ValueError, match="on_error is 'ignore'"):
         packer.pack(items, on_error="ignore")  # type: ignore[arg-type]  # what is refused
 
@@ -376,3 +378,14 @@ def test_fill_of_short_texts_through_the_public_interface() -> None:
         while packer.ready():
             fills.append(packer.take().fill["positions"])
     assert len(fills) > 30 and float(np.mean(fills[2:])) >= 0.995
+
+
+def test_the_packer_imports_neither_torch_nor_a_codec() -> None:
+    code = (
+        "import sys; from treadle import BatchShape, Packer, StepItems; "
+        "shape = BatchShape(max_rows_per_device=1, max_segments_per_device=2, max_columns_per_row=8); "
+        "assert Packer(shape).pack(StepItems([0], [b'text'])).segments == 1; "
+        "print(sorted({'torch', 'triton', 'PIL', 'av', 'fsspec', 'safetensors', 'torchaudio', 'soxr'} & set(sys.modules)))"
+    )
+    found = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"

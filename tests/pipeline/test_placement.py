@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from treadle.pipeline.layout import Capacities
-from treadle.pipeline.placement import PendingBag, Placed, Placement, pack_demand
+from treadle.pipeline.pending import PendingBag, Placed, pack_demand
+from treadle.pipeline.placement import Placement
 
 
 class Plan(NamedTuple):
@@ -183,6 +184,16 @@ def test_a_state_of_other_bags_or_rows_is_refused() -> None:
         Placement(4, 10, limits, 2).load(state, [])
     with pytest.raises(ValueError, match="an item's length is not what it was"):
         Placement(4, 10, limits, 2).load(state, [pending(Plan([3, 6]))])
+    for name, values, message in [
+        ("item_row", [0, 4], "a group does not fit the rows that it names"),
+        ("item_row", [-1, 0], "a group does not fit the rows that it names"),
+        ("item_row", [0], "its columns do not belong together"),
+        ("counters", [0], "its columns do not belong together"),
+        ("bag_group", [7], "bag 0 is of group 7, which the state does not know"),
+        ("witness_free", [11, 0, 0, 0], "4 rows do not suit a packer of 4 rows of 10"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            Placement(4, 10, limits, 2).load({**state, name: np.array(values, np.int64)}, [pending(Plan([3, 5]))])
 
 
 ROWS, COLUMNS = 32, 512
@@ -237,7 +248,7 @@ def next_fit_fill(plans: list[Plan]) -> float:
 
 @pytest.mark.parametrize(
     ("kind", "window", "least"),
-    [("captions", 2, 0.995), ("captions", 4, 0.995), ("mix", 4, 0.99), ("clips", 4, 0.94), ("captioned clips", 4, 0.99)],
+    [("captions", 2, 0.995), ("captions", 4, 0.995), ("mix", 4, 0.99), ("clips", 4, 0.945), ("captioned clips", 4, 0.993)],
 )
 def test_fill_of_generated_lengths(kind: str, window: int, least: float) -> None:
     plans = generated(kind, np.random.default_rng(7), 60)

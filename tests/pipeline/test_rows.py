@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from treadle.pipeline.rows import RowSet, exact_rows
+from treadle.pipeline.rows import RowSet, exact_rows, fewest_rows
 
 
 def slow_best_fit(free: list[int], length: int) -> int | None:
@@ -92,3 +92,28 @@ def test_exact_rows_agrees_with_trying_everything() -> None:
         if found is not None:
             for at in range(num_rows):
                 assert sum(length for length, row in zip(lengths, found, strict=True) if row == at) <= columns
+
+
+def test_fewest_rows_is_a_lower_bound() -> None:
+    # Three lengths over half a row share none; beside 6, 6, 6 of 10 columns there is room for 4, 4, 4 and no more.
+    assert fewest_rows([6, 6, 6], 10) == 3
+    assert fewest_rows([6, 6, 6, 4, 4, 4], 10) == 3
+    assert fewest_rows([6, 6, 6, 5], 10) == 4
+    assert fewest_rows([9, 2], 10) == 2
+    rng = random.Random(3)
+    for _ in range(300):
+        columns = rng.randint(2, 30)
+        rows, lengths = rng.randint(1, 6), []
+        for _ in range(rows):
+            free = columns
+            while free and rng.random() < 0.8:
+                lengths.append(rng.randint(1, free))
+                free -= lengths[-1]
+        assert fewest_rows(lengths, columns) <= rows
+
+
+def test_a_hopeless_search_ends() -> None:
+    """Thirds of a row, a little too long, beside halves: no bound sees it, and the search gives up."""
+    lengths = [53] * 20 + [34] * 21 + [13] * 14
+    assert RowSet([100] * 20, 100).place(lengths) is None
+    exact_rows(lengths, 20, 100)

@@ -7,7 +7,7 @@ import tracemalloc
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from treadle.pipeline.tar import Block, Member, MemberReader, TarError
@@ -40,7 +40,9 @@ class Forward:
         return self.seekable
 
 
-def read(data: bytes, *, chunk_bytes: int = 1 << 20, seekable: bool = False, sized: bool = False) -> tuple[list[tuple[Member, bytes]], TarError | None, MemberReader]:
+def read(
+    data: bytes, *, chunk_bytes: int = 1 << 20, seekable: bool = False, sized: bool = False
+) -> tuple[list[tuple[Member, bytes]], TarError | None, MemberReader]:
     """Members with their content, the error that ended them, and the reader."""
     reader = MemberReader(Forward(data, seekable=seekable, sized=sized), chunk_bytes=chunk_bytes)
     found: list[tuple[Member, bytes]] = []
@@ -63,7 +65,14 @@ def archive(files: list[tuple[str, bytes]], *, form: int = tarfile.USTAR_FORMAT,
     return out.getvalue()
 
 
-def header(name: str = "a.bin", *, size: bytes = b"00000000000\0", kind: bytes = b"0", magic: bytes = b"ustar\x0000", sum_of: Callable[[bytes], int] = checksum) -> bytes:
+def header(
+    name: str = "a.bin",
+    *,
+    size: bytes = b"00000000000\0",
+    kind: bytes = b"0",
+    magic: bytes = b"ustar\x0000",
+    sum_of: Callable[[bytes], int] = checksum,
+) -> bytes:
     """One header block with a right checksum."""
     block = bytearray(512)
     block[: len(name.encode())] = name.encode()
@@ -143,7 +152,13 @@ def test_nothing_but_padding_missing() -> None:
 
 @pytest.mark.parametrize(
     ("data", "kind"),
-    [(b"", "empty"), (b"<html>Forbidden</html>" * 100, "not_a_tar"), (b"short", "not_a_tar"), (b"BZh91AY&SY" * 100, "not_a_tar"), (FIVE[:300], "truncated_header")],
+    [
+        (b"", "empty"),
+        (b"<html>Forbidden</html>" * 100, "not_a_tar"),
+        (b"short", "not_a_tar"),
+        (b"BZh91AY&SY" * 100, "not_a_tar"),
+        (FIVE[:300], "truncated_header"),
+    ],
 )
 def test_no_tar_at_all(data: bytes, kind: str) -> None:
     found, error, _ = read(data)
@@ -201,7 +216,11 @@ def test_spellings_of_a_checksum(spelling: bytes) -> None:
 
 
 def test_old_headers() -> None:
-    data = header("dir/", kind=b"\0", magic=b"", size=b"00000001750\0") + header("dir/a.txt", kind=b"\0", magic=b"", size=b"00000000001\0") + b"x".ljust(512, b"\0")
+    data = (
+        header("dir/", kind=b"\0", magic=b"", size=b"00000001750\0")
+        + header("dir/a.txt", kind=b"\0", magic=b"", size=b"00000000001\0")
+        + b"x".ljust(512, b"\0")
+    )
     found, error, reader = read(data)
     assert error is None
     assert names(found) == ["dir/a.txt"]
@@ -229,7 +248,7 @@ def test_pax_before_every_member_and_global() -> None:
     with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT, pax_headers={"comment": "a commit"}) as tar:
         for name in ("a.jpg", "b.jpg"):
             info = tarfile.TarInfo(name)
-            info.mtime = 1_700_000_000.125  # type: ignore[assignment]  # what makes tarfile write a PAX header
+            info.mtime = 1_700_000_000.125  # a fraction makes tarfile write a PAX header
             info.size = 1
             tar.addfile(info, io.BytesIO(b"x"))
     found, error, reader = read(out.getvalue())
@@ -384,6 +403,7 @@ def test_errors_pickle() -> None:
     assert (again.kind, again.offset, again.detail, again.name, str(again)) == ("bad_size", 512, "detail", "a.txt", str(error))
 
 
+@settings(deadline=None)
 @given(st.binary(min_size=512, max_size=512))
 def test_checksum_is_the_sum_of_the_bytes(block: bytes) -> None:
     counted = block[:148] + block[156:]
@@ -405,12 +425,19 @@ def test_pax_records_hold_anything() -> None:
     assert parse_pax(b"12 path=a=b\n7 k=\n\n\n") == {b"path": b"a=b", b"k": b"\n\n"}
 
 
-FILE_NAMES = st.text(st.characters(exclude_characters="\0", exclude_categories=("Cs",)), min_size=1, max_size=60).filter(lambda name: name.strip("/. ") == name)
+FILE_NAMES = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1, max_size=60).filter(
+    lambda name: name.strip("/. ") == name
+)
 FILES = st.lists(st.tuples(FILE_NAMES, st.binary(max_size=1500)), max_size=8)
 
 
-@settings(deadline=None, max_examples=150)
-@given(FILES, st.sampled_from([tarfile.GNU_FORMAT, tarfile.PAX_FORMAT, tarfile.USTAR_FORMAT]), st.sampled_from([1024, 2048, 1 << 20]), st.booleans())
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=150)
+@given(
+    FILES,
+    st.sampled_from([tarfile.GNU_FORMAT, tarfile.PAX_FORMAT, tarfile.USTAR_FORMAT]),
+    st.sampled_from([1024, 2048, 1 << 20]),
+    st.booleans(),
+)
 def test_reads_what_tarfile_writes(files: list[tuple[str, bytes]], form: int, chunk_bytes: int, seekable: bool) -> None:
     if form == tarfile.USTAR_FORMAT:
         files = [(name.encode("ascii", "replace").decode().replace("?", "q"), content) for name, content in files]
@@ -426,7 +453,7 @@ def test_reads_what_tarfile_writes(files: list[tuple[str, bytes]], form: int, ch
     assert [(member.name, member.header_offset, member.offset, member.size, content) for member, content in found] == expected
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=200)
 @given(st.integers(0, len(FIVE) - 1), st.integers(0, 7), st.sampled_from([1024, 1 << 20]))
 def test_any_flipped_bit_is_told_or_harmless(place: int, bit: int, chunk_bytes: int) -> None:
     data = bytearray(FIVE)
@@ -443,7 +470,7 @@ def test_any_flipped_bit_is_told_or_harmless(place: int, bit: int, chunk_bytes: 
         assert error is None and len(found) == 5
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=200)
 @given(st.integers(0, len(FIVE)), st.sampled_from([1024, 1 << 20]), st.booleans())
 def test_any_cut_gives_every_member_before_it(length: int, chunk_bytes: int, sized: bool) -> None:
     found, error, reader = read(FIVE[:length], chunk_bytes=chunk_bytes, sized=sized)
@@ -452,7 +479,7 @@ def test_any_cut_gives_every_member_before_it(length: int, chunk_bytes: int, siz
     assert error is not None or reader.counts["no_end_marker"] or length >= 5 * 1024 + 1024
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=300)
 @given(st.binary(max_size=3000))
 def test_any_bytes_end_in_a_tar_error_or_in_peace(data: bytes) -> None:
     read(data)

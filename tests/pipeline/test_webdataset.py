@@ -5,6 +5,7 @@ import tarfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import webdataset
@@ -39,7 +40,9 @@ def write(path: Path, count: int) -> None:
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_real_pipeline_gives_the_items_that_the_stream_gives(tmp_path: Path) -> None:
     write(tmp_path / "0.tar", 20)
-    dataset = webdataset.WebDataset([str(tmp_path / "0.tar")], shardshuffle=False, nodesplitter=None)
+    # The name is exported at run time only.
+    pipeline: Any = webdataset
+    dataset = pipeline.WebDataset([str(tmp_path / "0.tar")], shardshuffle=False, nodesplitter=None)
     found = Counter(
         (int(batch.id[segment]), int(batch.group[segment]), batch.payload(segment).tobytes())
         for batch in from_webdataset(dataset, SHAPE)

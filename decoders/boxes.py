@@ -1,0 +1,117 @@
+"""MP4 and MOV: boxes are walked for what is missing, and tables for entries that cannot be, since demuxers allocate by count."""
+
+import struct
+from collections.abc import Iterator
+
+from treadle.decoders.errors import DecodeError
+from treadle.decoders.limits import Deadline, DecodeOptions
+
+_PARENTS = {b"moov", b"trak", b"mdia", b"minf", b"stbl", b"edts", b"mvex", b"moof", b"traf"}
+_ENTRY_BYTES = {b"stts": 8, b"ctts": 8, b"stsc": 12, b"stco": 4, b"co64": 8, b"stss": 4, b"stps": 4}
+_TRUN_OFFSET, _TRUN_FIRST_FLAGS, _TRUN_PER_SAMPLE = 0x1, 0x4, 0xF00
+_MAX_DEPTH = 10
+_CHECK_EVERY = 4096
+
+
+class _Budget:
+    """Boxes that may still be looked at."""
+
+    def __init__(self, options: DecodeOptions, deadline: Deadline) -> None:
+        self._left = self._most = options.max_chunks
+        self._deadline = deadline
+
+    def spend(self) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise DecodeError("too_large", f"more than max_chunks {self._most} boxes")
+        if self._left % _CHECK_EVERY == 0:
+            self._deadline.check()
+
+
+def mp4_lack(data: memoryview, options: DecodeOptions, deadline: Deadline) -> str:
+    """What the file lacks at its end, in words; empty where it is whole.
+
+    Bytes after the index and the media that are no box are none of the clip's.
+
+    Raises:
+        DecodeError: the index is missing, or a box contradicts its own size.
+    """
+    at, size = 0, len(data)
+    index = media = False
+    budget = _Budget(options, deadline)
+    lack = ""
+    while at + 8 <= size:
+        budget.spend()
+        length, header, kind = _box(data, at)
+        if length < header or not all(32 <= byte < 127 for byte in kind):
+            if index and media:
+                break
+            raise DecodeError("corrupt", f"box {kind!r} of {length} bytes at byte {at}")
+        if at + length > size:
+            if not (index and media) or kind in (b"mdat", b"moof", b"moov"):
+                lack = f"box {kind!r} at byte {at} needs {at + length - size} bytes more than the file has"
+            break
+        if kind in (b"moov", b"moof"):
+            _check_tables(data[at + header : at + length], size, budget, 0)
+        index = index or kind == b"moov"
+        media = media or kind == b"mdat"
+        at += length
+    else:
+        if at < size and not (index and media):
+            lack = "the file ends inside a box"
+    if not index:
+        raise DecodeError("truncated", lack or "the file has no index (moov)")
+    return lack
+
+
+def _box(data: memoryview, at: int) -> tuple[int, int, bytes]:
+    """Length, header bytes and kind of the box at `at`; a length of zero means up to the end."""
+    length, header = int.from_bytes(data[at : at + 4], "big"), 8
+    if length == 1:
+        length, header = int.from_bytes(data[at + 8 : at + 16], "big"), 16
+    elif length == 0:
+        length = len(data) - at
+    return length, header, bytes(data[at + 4 : at + 8])
+
+
+def _children(body: memoryview, budget: _Budget) -> Iterator[tuple[bytes, memoryview]]:
+    at = 0
+    while at + 8 <= len(body):
+        budget.spend()
+        length, header, kind = _box(body, at)
+        # The rest of a box may be padding; a box that passes its parent's end is the demuxer's to refuse.
+        if length < header:
+            return
+        yield kind, body[at + header : min(at + length, len(body))]
+        at += length
+
+
+def _check_tables(body: memoryview, file_bytes: int, budget: _Budget, depth: int) -> None:
+    if depth > _MAX_DEPTH:
+        raise DecodeError("corrupt", "boxes are nested too deep")
+    for kind, inner in _children(body, budget):
+        if kind in _PARENTS:
+            _check_tables(inner, file_bytes, budget, depth + 1)
+        else:
+            count, most = _entries(kind, inner, file_bytes)
+            if count > most:
+                raise DecodeError("corrupt", f"a {kind!r} box of {count} entries where {most} may be")
+
+
+def _entries(kind: bytes, body: memoryview, file_bytes: int) -> tuple[int, int]:
+    """Entries that a table states, and the most that its bytes, or the file's, can back."""
+    if len(body) < 8:
+        return 0, 0
+    flags, first = struct.unpack_from(">II", body)
+    if kind in _ENTRY_BYTES:
+        return first, (len(body) - 8) // _ENTRY_BYTES[kind]
+    if kind == b"elst":
+        return first, (len(body) - 8) // (20 if flags >> 24 == 1 else 12)
+    if kind == b"stsz" and len(body) >= 12:
+        (count,) = struct.unpack_from(">I", body, 8)
+        return count, (file_bytes // first if first else (len(body) - 12) // 4)
+    if kind == b"trun":
+        entry = 4 * (flags & _TRUN_PER_SAMPLE).bit_count()
+        header = 8 + 4 * bool(flags & _TRUN_OFFSET) + 4 * bool(flags & _TRUN_FIRST_FLAGS)
+        return first, min((len(body) - header) // entry, file_bytes) if entry else file_bytes
+    return 0, 0

@@ -1,0 +1,114 @@
+"""Sound through the codec library: every frame of one stream, gathered so that Python takes few steps over them."""
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from treadle.decoders.errors import DecodeError
+from treadle.decoders.limits import Deadline, DecodeOptions
+from treadle.decoders.media import codecs, find_stream, opened
+from treadle.decoders.resample import Block, to_mono
+from treadle.decoders.sniff import Format
+
+_HELD_SAMPLES = 1 << 17
+_MAX_CHANNELS = 255
+_SKIP_MANUAL = 1 << 29
+
+
+def coded_blocks(
+    kind: Format, data: memoryview, options: DecodeOptions, deadline: Deadline, *, whole: bool, lone_page_samples: int = 0
+) -> Iterator[Block]:
+    """The best sound stream of a file in blocks of one rate each.
+
+    A file that is not `whole` may stop where its damage begins. `lone_page_samples` is the length of an Ogg link whose
+    sound lies on one page.
+
+    Raises:
+        DecodeError: there is no such stream, or it is damaged.
+    """
+    held = _Held()
+    excess = taken = 0
+    with opened(kind, data, options, deadline) as container:
+        stream = find_stream(container, "audio")
+        context = stream.codec_context
+        context.options = {"err_detect": "crccheck+explode"}
+        # From one page the library takes the first Vorbis packet, which has no sound of its own, for sound, and cuts as
+        # much too much off the end; so it is told to leave both ends to us.
+        lone = lone_page_samples if context.name == "vorbis" else 0
+        if lone:
+            context.flags2 |= _SKIP_MANUAL
+        packets = container.demux(stream)
+        try:
+            for packet in packets:
+                # Of a WAV the header has told what is missing.
+                if packet.is_corrupt and kind != "wav":
+                    raise DecodeError("truncated", "the last packet is cut")
+                for frame in packet.decode():
+                    if lone and packet.pts == 0:
+                        continue
+                    excess = _padding(packet, frame, stream) if kind == "mp4" else 0
+                    full = held.add(frame)
+                    if full is not None:
+                        deadline.check()
+                        taken += len(full[1])
+                        yield full
+        except (ValueError, DecodeError) as error:
+            refusal: Exception = error
+            if kind == "flac" and not isinstance(error, DecodeError) and not any(packet.size for packet in islice(packets, 2)):
+                refusal = DecodeError("truncated", "the last FLAC frame is cut")
+            fatal = isinstance(error, DecodeError) and error.kind in ("too_large", "timeout")
+            if whole or held.empty or fatal:
+                raise refusal from error
+            excess = 0
+        last = held.drain()
+        if last is not None:
+            rate_hz, block = last
+            excess = max(0, taken + len(block) - lone) if lone else excess
+            yield rate_hz, block[: len(block) - excess]
+
+
+def _padding(packet: Any, frame: Any, stream: Any) -> int:
+    """Samples of an MP4's frame beyond what its packet says it lasts: only a stream's last packet says less, and the library
+    plays all of it."""
+    if not packet.duration or frame.pts != packet.pts:
+        return 0
+    stated: int = round(packet.duration * stream.time_base * frame.sample_rate)
+    held: int = frame.samples
+    return max(0, held - stated)
+
+
+class _Held:
+    """Frames of one rate and layout, waiting to be converted together."""
+
+    def __init__(self) -> None:
+        self._new = codecs().AudioFifo
+        self._fifo: Any = None
+        self._rate_hz = self._channels = 0
+
+    @property
+    def empty(self) -> bool:
+        """Whether no frame waits."""
+        return self._fifo is None
+
+    def add(self, frame: Any) -> Block | None:
+        """Takes a frame; answers those before it where they are enough, or of another form."""
+        # The library's queue looks at neither the rate nor the number of channels before it copies.
+        rate_hz, channels = frame.sample_rate, frame.layout.nb_channels
+        full: Block | None = None
+        if self._fifo is not None and (self._fifo.samples >= _HELD_SAMPLES or rate_hz != self._rate_hz or channels != self._channels):
+            full = self.drain()
+        if self._fifo is None:
+            if not 1 <= channels <= _MAX_CHANNELS:
+                raise DecodeError("too_large", f"{channels} channels")
+            self._fifo, self._rate_hz, self._channels = self._new(), rate_hz, channels
+        frame.pts = None
+        self._fifo.write(frame)
+        return full
+
+    def drain(self) -> Block | None:
+        """All that waits."""
+        frame = None if self._fifo is None else self._fifo.read()
+        self._fifo = None
+        if frame is None:
+            return None
+        return self._rate_hz, to_mono(frame.to_ndarray(), self._channels, planar=frame.format.is_planar)

@@ -1,0 +1,30 @@
+"""Which device and compute type a run uses when its configuration leaves them open."""
+
+from typing import Literal
+
+import torch
+
+Precision = Literal["fp32", "bf16"]
+
+
+def pick_device(owner: str, device: str | torch.device | None) -> torch.device:
+    """`device`, or CUDA where there is one, else the CPU.
+
+    Raises:
+        ValueError: there is no such device here.
+    """
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        picked = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"{owner} is {str(device)!r}: it must be a device such as 'cpu', 'cuda' or 'cuda:1'") from error
+    count = torch.cuda.device_count() if picked.type == "cuda" and torch.cuda.is_available() else 0
+    if picked.type == "cuda" and (picked.index or 0) >= count:
+        raise ValueError(f"{owner} is {str(device)!r}: this process sees {count} CUDA devices")
+    return picked
+
+
+def computes_in_bf16(precision: Precision | None, device: torch.device) -> bool:
+    """Whether matrix products run in bf16: by choice, or by default on CUDA."""
+    return (precision or ("bf16" if device.type == "cuda" else "fp32")) == "bf16"

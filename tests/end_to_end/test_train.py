@@ -1,0 +1,152 @@
+"""`treadle train` on real encoded files: from shards to a saved model, stopped and resumed, on one rank and on two."""
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+Run = Callable[..., Any]
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+def rows(output: Path, kind: str = "train") -> list[dict[str, Any]]:
+    lines = (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [row for row in map(json.loads, lines) if row["kind"] == kind]
+
+
+def weights(checkpoint: Path) -> dict[str, np.ndarray]:
+    with safe_open(checkpoint, "np") as file:
+        return {name: file.get_tensor(name) for name in file.keys() if name.startswith(("weights.", "moments.", "ranks."))}  # noqa: SIM118
+
+
+def stop_at(process: "subprocess.Popen[str]", step: int, number: signal.Signals) -> tuple[str, str]:
+    """Sends a signal once the run tells of a step; answers all that it printed."""
+    assert process.stderr is not None
+    seen: list[str] = []
+    for line in process.stderr:
+        seen.append(line)
+        if f"step {step}:" in line:
+            process.send_signal(number)
+            break
+    out, err = process.communicate(timeout=240)
+    return out, "".join(seen) + err
+
+
+def test_a_run_leaves_everything_it_promises(treadle: Run, config: Callable[..., Path], tmp_path: Path) -> None:
+    done = treadle("train", config(steps=4, evaluate_every=2))
+    output = tmp_path / "run"
+    names = {path.relative_to(output).as_posix() for path in output.rglob("*") if path.is_file()}
+    assert {
+        "config.toml",
+        "metrics.jsonl",
+        "checkpoints/LATEST",
+        "checkpoints/last.safetensors",
+        "checkpoints/best.safetensors",
+        "checkpoints/best.json",
+        "checkpoints/step-00000004.safetensors",
+    } <= names
+    assert any(name.startswith("tensorboard/events") for name in names)
+    assert not any(".part" in name for name in names)
+    assert (output / "checkpoints/LATEST").read_text() == "step-00000004.safetensors\n"
+
+    trained = rows(output)
+    assert [row["step"] for row in trained] == [1, 2, 3, 4]
+    for name in ("loss", "contrastive_loss", "masked_text_loss", "masked_image_loss", "masked_video_loss", "masked_audio_loss", "tokens_per_s", "step_s", "fill"):
+        assert all(row[name] > 0 for row in trained), name
+    held_out = rows(output, "held_out")
+    assert [row["step"] for row in held_out] == [2, 4]
+    assert 0 <= held_out[0]["text_to_image/recall_at_1"] <= 1
+    assert "image → text" in done.out and "recall@1" in done.out
+    assert f"treadle train --resume {output}" in done.out
+    assert "warmup_steps" in (output / "config.toml").read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_stopped_and_resumed_is_the_same_run(
+    treadle: Run, config: Callable[..., Path], signal_at_step: Callable[[int, signal.Signals], None], tmp_path: Path, number: signal.Signals
+) -> None:
+    path = config(steps=6)
+    treadle("train", path, "--output", tmp_path / "whole")
+    signal_at_step(3, number)
+    done = treadle("train", path, "--output", tmp_path / "halves")
+    command = f"treadle train --resume {tmp_path / 'halves'}"
+    assert f"stopped by {number.name} after step 3" in done.out and command in done.out
+    assert rows(tmp_path / "halves")[-1]["step"] == 3
+
+    treadle(*command.split()[1:])
+    assert [row["step"] for row in rows(tmp_path / "halves")] == [1, 2, 3, 4, 5, 6]
+    whole, halves = weights(tmp_path / "whole/checkpoints/last.safetensors"), weights(tmp_path / "halves/checkpoints/last.safetensors")
+    assert whole.keys() == halves.keys()
+    assert any(name.startswith("ranks.0.stream") for name in whole)
+    for name, value in whole.items():
+        np.testing.assert_array_equal(value, halves[name], err_msg=name)
+    for one, other in zip(rows(tmp_path / "whole"), rows(tmp_path / "halves"), strict=True):
+        assert one["loss"] == other["loss"]
+
+
+def test_two_ranks_train_stop_and_resume(start: Start, config: Callable[..., Path], tmp_path: Path) -> None:
+    process = start("train", config(steps=40), "--workers.processes", 2)
+    out, err = stop_at(process, 2, signal.SIGTERM)
+    assert process.returncode == 0, out + err
+    assert "stopped by SIGTERM after step" in out and "treadle train --resume" in out
+    stopped_at = rows(tmp_path / "run")[-1]["step"]
+    process = start("train", "--resume", tmp_path / "run", "--steps", stopped_at + 2)
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, out + err
+    assert [row["step"] for row in rows(tmp_path / "run")] == list(range(1, stopped_at + 3))
+    with safe_open(tmp_path / "run/checkpoints/last.safetensors", "np") as file:
+        assert file.metadata()["world_size"] == "2"
+
+
+def test_under_torchrun_it_is_a_rank(config: Callable[..., Path], environment: dict[str, str], tmp_path: Path) -> None:
+    command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "treadle.launch", "train", str(config(steps=2))]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("trained to step 2") == 1
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2]
+
+
+def test_a_rank_that_fails_ends_the_run_with_one_line(start: Start, config: Callable[..., Path]) -> None:
+    process = start("train", config(), "--workers.processes", 2, "--data.sources", "none-*.tar")
+    _, err = process.communicate(timeout=240)
+    assert process.returncode == 1
+    last = err.rstrip().splitlines()[-1]
+    assert last.startswith("treadle: rank") and "failed with exit code 1: its message stands above" in last
+    assert "none-*.tar" in err
+
+
+def packed_config(path: Path, folder: Path) -> Path:
+    """The configuration of a run that reads packed batches, otherwise the same."""
+    packed = path.with_name("packed.toml")
+    packed.write_text(path.read_text(encoding="utf-8").split("[data]")[0] + f'[data]\npacked = "{folder}"\n', encoding="utf-8")
+    return packed
+
+
+def test_packed_batches_take_the_same_steps_and_resume(
+    treadle: Run, config: Callable[..., Path], signal_at_step: Callable[[int, signal.Signals], None], tmp_path: Path
+) -> None:
+    path = config(steps=5)
+    treadle("train", path, "--output", tmp_path / "from-shards", "--data.epochs", 4)
+    done = treadle("pack", "--config", path, "--out", tmp_path / "packed", "--data.epochs", 4, "--batches-per-shard", 2)
+    assert "batches to" in done.out and "fill" in done.out
+    packed = packed_config(path, tmp_path / "packed")
+    signal_at_step(3, signal.SIGTERM)
+    treadle("train", packed, "--output", tmp_path / "from-packed")
+    treadle("train", "--resume", tmp_path / "from-packed")
+    one, other = weights(tmp_path / "from-shards/checkpoints/last.safetensors"), weights(tmp_path / "from-packed/checkpoints/last.safetensors")
+    for name, value in one.items():
+        np.testing.assert_array_equal(value, other[name], err_msg=name)
+
+
+def test_init_starts_another_run_from_the_weights(treadle: Run, config: Callable[..., Path], tmp_path: Path) -> None:
+    path = config(steps=2)
+    treadle("train", path, "--output", tmp_path / "first")
+    treadle("train", path, "--output", tmp_path / "second", "--trainer.init", tmp_path / "first/checkpoints/last.safetensors", "--trainer.objective", "contrastive")
+    assert [row["step"] for row in rows(tmp_path / "second")] == [1, 2]
