@@ -6,6 +6,7 @@ A field left at zero derives the value in brackets; `resolved` methods answer a 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -114,19 +115,14 @@ class Masking:
         )
 
 
-def _pair_loss_start(form: PairLossForm, inverse_temperature: float, bias: float) -> tuple[float, float]:
-    sigmoid = form is PairLossForm.SIGMOID
-    return inverse_temperature or (10.0 if sigmoid else 1.0), bias or (-10.0 if sigmoid else 0.0)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contrastive:
     """How the contrastive term scores pooled vectors."""
 
     matryoshka_dimensions: tuple[int, ...] = ()
     """Widths scored, each a prefix of the pooled vector: strictly ascending multiples of 8, at most 8; empty scores all of it."""
-    temperature_groups: int = 0
-    """Learnable pairs of inverse temperature and bias [1]; an item's group selects its pair when it is the anchor."""
+    temperature_groups: int = 1
+    """Learnable pairs of inverse temperature and bias; an item's group selects its pair when it is the anchor. 0 derives 1."""
     inverse_temperature: float = 0.0
     """Starting inverse temperature [10 under SIGMOID, else 1]."""
     bias: float = 0.0
@@ -145,12 +141,14 @@ class Contrastive:
         if not isinstance(widths, tuple):
             object.__setattr__(self, "matryoshka_dimensions", widths := tuple(widths))
         if len(widths) > MAX_MATRYOSHKA_DIMENSIONS:
-            raise ValueError(f"Contrastive.matryoshka_dimensions names {len(widths)} widths: at most {MAX_MATRYOSHKA_DIMENSIONS} are scored")
+            raise ValueError(
+                f"Contrastive.matryoshka_dimensions names {len(widths)} widths: at most {MAX_MATRYOSHKA_DIMENSIONS} are scored"
+            )
         for width in widths:
             require_count("Contrastive", "matryoshka_dimensions", width, 8)
             if width % 8:
                 raise ValueError(f"Contrastive.matryoshka_dimensions holds {width}: each width must be a multiple of 8")
-        if any(a >= b for a, b in zip(widths, widths[1:], strict=False)):
+        if any(a >= b for a, b in pairwise(widths)):
             raise ValueError(f"Contrastive.matryoshka_dimensions is {widths}: widths must be strictly ascending")
         require_count("Contrastive", "temperature_groups", self.temperature_groups, 0, 2**16)
         require_number("Contrastive", "inverse_temperature", self.inverse_temperature, 0, MAX_INVERSE_TEMPERATURE)
@@ -170,13 +168,13 @@ class Contrastive:
         if widths[-1] > hidden:
             raise ValueError(f"Contrastive.matryoshka_dimensions holds {widths[-1]}: no width may exceed hidden, {hidden}")
         form = PairLossForm.SIGMOID if self.pair_loss is PairLossForm.DERIVED else self.pair_loss
-        inverse_temperature, bias = _pair_loss_start(form, self.inverse_temperature, self.bias)
+        sigmoid = form is PairLossForm.SIGMOID
         return replace(
             self,
             matryoshka_dimensions=widths,
             temperature_groups=self.temperature_groups or 1,
-            inverse_temperature=inverse_temperature,
-            bias=bias,
+            inverse_temperature=self.inverse_temperature or (10.0 if sigmoid else 1.0),
+            bias=self.bias or (-10.0 if sigmoid else 0.0),
             ambient_repulsion_weight=self.ambient_repulsion_weight or 1.0,
             pair_loss=form,
         )
@@ -188,14 +186,14 @@ class LateInteraction:
 
     weight: float = 0.0
     """Weight of the term; 0 trains no token head."""
-    width: int = 0
-    """Width of a token vector, a multiple of 8 [128]."""
-    inverse_temperature: float = 0.0
-    """Starting inverse temperature of every temperature group [10 under SIGMOID, else 1]."""
+    width: int = 128
+    """Width of a token vector, a multiple of 8; 0 derives 128."""
+    inverse_temperature: float = 1.0
+    """Starting inverse temperature of every temperature group; 0 derives 1."""
     bias: float = 0.0
-    """Starting bias of every temperature group [-10 under SIGMOID, else 0]."""
-    max_query_span: int = 0
-    """Tokens that one query contributes at most, its first past the prefix [64]."""
+    """Starting bias of every temperature group; zero is zero."""
+    max_query_span: int = 64
+    """Tokens that one query contributes at most, its first past the prefix; 0 derives 64."""
     max_query_tokens_per_device: int = 0
     """Query tokens of a batch [`max_query_span` of every segment]."""
     max_documents_per_device: int = 0
@@ -218,19 +216,16 @@ class LateInteraction:
 
     def resolved(self, batch: BatchShape) -> "LateInteraction":
         """This configuration with nothing left to derive."""
-        form = PairLossForm.RANKED if self.pair_loss is PairLossForm.DERIVED else self.pair_loss
-        inverse_temperature, bias = _pair_loss_start(form, self.inverse_temperature, self.bias)
         span = self.max_query_span or 64
         return replace(
             self,
             width=self.width or 128,
-            inverse_temperature=inverse_temperature,
-            bias=bias,
+            inverse_temperature=self.inverse_temperature or 1.0,
             max_query_span=span,
             max_query_tokens_per_device=self.max_query_tokens_per_device or span * batch.max_segments_per_device,
             max_documents_per_device=self.max_documents_per_device or batch.max_segments_per_device,
             max_document_tokens_per_device=self.max_document_tokens_per_device or batch.positions,
-            pair_loss=form,
+            pair_loss=PairLossForm.RANKED if self.pair_loss is PairLossForm.DERIVED else self.pair_loss,
         )
 
 
@@ -290,11 +285,14 @@ class Schedule:
         if step < 1:
             raise ValueError(f"step is {step}: steps count from 1")
         shown = self.resolved()
-        if step <= shown.warmup_steps:
+        if step < shown.warmup_steps:
             return shown.learning_rate * step / shown.warmup_steps
+        peak = max(1, shown.warmup_steps)
+        if step <= peak:
+            return shown.learning_rate
         if step >= shown.steps:
             return shown.min_learning_rate
-        done = (step - shown.warmup_steps) / (shown.steps - shown.warmup_steps)
+        done = (step - peak) / (shown.steps - peak)
         return shown.min_learning_rate + (shown.learning_rate - shown.min_learning_rate) * 0.5 * (1 + math.cos(math.pi * done))
 
 

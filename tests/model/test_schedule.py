@@ -33,11 +33,19 @@ def test_floor_stays_and_lies_under_the_curve() -> None:
     assert rates[10] == pytest.approx(0.5 + 0.5 * 0.5 * (1 + math.cos(math.pi * 9 / 18)))
 
 
-def test_no_warm_up_never_divides_by_zero() -> None:
-    # The peak is the rate before the first step of the cosine; one step alone is already at the floor.
-    assert Schedule(steps=1).learning_rate_at(1) >= 1e-5
-    assert Schedule(steps=5).learning_rate_at(1) <= 5e-4
-    assert Schedule(steps=4, warmup_steps=4).learning_rate_at(4) == 5e-4
+def test_no_warm_up_starts_at_the_peak() -> None:
+    schedule = Schedule(steps=5, learning_rate=1.0, min_learning_rate=0.2)
+    assert schedule.resolved().warmup_steps == 0
+    # Half a cosine from step 1 to step 5: 0.2 + 0.8 * 0.5 (1 + cos(pi (s - 1) / 4)).
+    assert [round(schedule.learning_rate_at(s), 6) for s in (1, 3, 5, 6)] == [1.0, 0.6, 0.2, 0.2]
+    assert Schedule(steps=1).learning_rate_at(1) == 5e-4
+    assert Schedule(steps=1).learning_rate_at(2) == 1e-5
+
+
+def test_a_warm_up_of_the_whole_run_ends_at_the_peak() -> None:
+    schedule = Schedule(steps=4, warmup_steps=4)
+    assert schedule.learning_rate_at(4) == 5e-4
+    assert schedule.learning_rate_at(5) == 1e-5
 
 
 def test_steps_count_from_one() -> None:
