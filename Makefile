@@ -44,7 +44,7 @@ install:
 demo: install
 	@start=$$SECONDS
 	echo "== demo: four-modality shards, training, evaluation into $(DEMO_DIR)"
-	$(BIN)/treadle demo --out $(DEMO_DIR)
+	$(BIN)/treadle demo --out $(DEMO_DIR) --again
 	echo "== demo done in $$((SECONDS - start)) s"
 
 lint: install

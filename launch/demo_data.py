@@ -19,6 +19,7 @@ import numpy as np
 from treadle.launch.demo_captions import AXES, SECOND_LANGUAGES, Kind, caption
 from treadle.launch.demo_encode import ENCODERS, FORMATS
 from treadle.launch.demo_scenes import draw_scene
+from treadle.launch.files import whole_file
 from treadle.model.config import require_number
 from treadle.shape import require_count
 
@@ -139,7 +140,7 @@ def write_dataset(folder: Path, plan: DatasetPlan, progress: Callable[[int, int]
             for first in range(0, len(listed), plan.samples_per_shard):
                 part = listed[first : first + plan.samples_per_shard]
                 path = folder / f"{name}-{len(written[name]):03d}.tar"
-                with _whole(path) as file, tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT) as tar:
+                with whole_file(path) as file, tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT) as tar:
                     for place, files in enumerate(pool.map(Scene.files, part)):
                         _add(tar, f"{part[place].kind.value}-{first + place:06d}", files)
                         done += 1
@@ -155,25 +156,6 @@ def _add(tar: tarfile.TarFile, key: str, files: dict[str, bytes]) -> None:
         member = tarfile.TarInfo(f"{key}.{field}")
         member.size = len(data)
         tar.addfile(member, io.BytesIO(data))
-
-
-class _whole:
-    """A file that appears under its name only once it is complete."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._part = path.with_name(path.name + ".part")
-
-    def __enter__(self) -> io.BufferedWriter:
-        self._file = open(self._part, "wb")
-        return self._file
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self._file.close()
-        if kind is None:
-            os.replace(self._part, self._path)
-        else:
-            self._part.unlink(missing_ok=True)
 
 
 def captions(plan: DatasetPlan) -> Iterator[tuple[str, Kind, str]]:
