@@ -33,7 +33,7 @@ from treadle.pipeline.bag import DecodedBag
 
 HIDDEN, DEPTH = 512, 12
 SHAPE = BatchShape(
-    max_rows_per_device=8,
+    max_rows_per_device=4,
     max_segments_per_device=512,
     max_columns_per_row=512,
     image=ImageShape(patch_side=16, channels=4),
@@ -149,7 +149,7 @@ def matmul_rate(positions: int, dtype: torch.dtype, seconds: float = 2.0) -> flo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shards", type=Path, default=Path("shards"), help="folder that examples/stamps/build.py wrote [shards]")
-    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--repetitions", type=int, default=3)
     arguments = parser.parse_args()
     shards = [str(path) for path in sorted(arguments.shards.glob("train-*.tar"))]
     if not shards:

@@ -117,17 +117,18 @@ def _ranked(scores_BN: Tensor, repel_BN: Tensor, attract: tuple[Tensor, Tensor, 
     rank_E = torch.arange(len(rows_E), device=rows_E.device) - (torch.cumsum(counts_B, 0) - counts_B)[rows_E]
     weights_KB = scores_BN.new_zeros(most, len(scores_BN))
     weights_KB[rank_E, rows_E] = weights_E / total_B[rows_E]
-    positive_KB = scores_BN.new_zeros(most, len(scores_BN))
-    positive_KB[rank_E, rows_E] = scores_BN[rows_E, columns_E]
     repel_BN.mul_(_reciprocal(repel_BN.sum(1))[:, None])
 
-    sum_BN = torch.zeros_like(scores_BN)
-    slope_BN = torch.zeros_like(scores_BN)
-    pulled_KB = torch.zeros_like(positive_KB)
     low_B1, high_B1 = scores_BN.aminmax(dim=1, keepdim=True) if scores_BN.numel() else (total_B[:, None], total_B[:, None])
     widest = float((high_B1 - low_B1).max()) if scores_BN.numel() else 0.0
     shared = widest <= (80.0 if scores_BN.dtype == torch.float32 else 600.0)
     middle_B1 = (low_B1 + high_B1) / 2
+    # An absent pair stands in the row's middle: anywhere else, e^(c - s_p) could be infinite, and infinity times weight 0 is no number.
+    positive_KB = middle_B1.T.repeat(most, 1)
+    positive_KB[rank_E, rows_E] = scores_BN[rows_E, columns_E]
+    sum_BN = torch.zeros_like(scores_BN)
+    slope_BN = torch.zeros_like(scores_BN)
+    pulled_KB = torch.zeros_like(positive_KB)
     raised_BN = (scores_BN - middle_B1).exp_() if shared and most else None
     term_BN, other_BN = torch.empty_like(scores_BN), torch.empty_like(scores_BN)
     for k in range(most):

@@ -236,7 +236,7 @@ def convert(hint: object, value: object, path: str) -> object:
     if type(None) in members and (value is None or value == NONE_WORD):
         return None
     # `str` takes anything that is text, so whatever else the union names gets the first look.
-    for member in sorted(members, key=lambda kind: kind in (str, Path)):
+    for member in sorted(members, key=lambda kind: kind is str or kind is Path):
         if member is type(None):
             continue
         try:

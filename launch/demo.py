@@ -54,7 +54,7 @@ def demo_settings(out: Path, steps: int, device: str | None = None) -> "RunSetti
         max_segments_per_device=192,
         max_columns_per_row=128,
         image=ImageShape(patch_side=16, channels=3),
-        video=VideoShape(patch_side=16, tube_frames=4),
+        video=VideoShape(patch_side=16, tube_frames=8),
         audio=AudioShape(chunk_samples=320, sample_rate=8000),
     )
     trainer = TrainerConfig(

@@ -56,6 +56,7 @@ def _available(codecs: tuple[str, ...]) -> str:
 def encode_clip(frames: Pixels, extension: str) -> bytes:
     """A clip `[T, H, W, 3]` as an MP4 or WebM file."""
     import av
+    from av.codec.context import Flags
 
     container_name, codecs, options = _VIDEO[extension]
     out = io.BytesIO()
@@ -64,7 +65,7 @@ def encode_clip(frames: Pixels, extension: str) -> bytes:
         stream: Any = container.add_stream(_available(codecs), rate=CLIP_RATE_FPS, options=options)
         stream.width, stream.height, stream.pix_fmt = frames.shape[2], frames.shape[1], "yuv420p"
         stream.codec_context.bit_rate = 400_000
-        stream.codec_context.flags |= av.codec.context.Flags.bitexact
+        stream.codec_context.flags |= Flags.bitexact
         for number, pixels in enumerate(frames):
             frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
             frame.pts, frame.time_base = number, Fraction(1, CLIP_RATE_FPS)
@@ -76,6 +77,7 @@ def encode_clip(frames: Pixels, extension: str) -> bytes:
 def encode_sound(samples: Samples, extension: str) -> bytes:
     """A mono recording `[n]` as a WAV, FLAC, MP3 or Ogg Opus file."""
     import av
+    from av.codec.context import Flags
 
     container_name, codec = _AUDIO[extension]
     out = io.BytesIO()
@@ -83,7 +85,8 @@ def encode_sound(samples: Samples, extension: str) -> bytes:
     with av.open(out, "w", format=container_name, options={"fflags": "+bitexact"}) as container:
         stream: Any = container.add_stream(_available((codec,)), rate=SOUND_RATE_HZ, layout="mono")
         context = stream.codec_context
-        context.flags |= av.codec.context.Flags.bitexact
+        context.bit_rate = 64_000
+        context.flags |= Flags.bitexact
         resampler = av.AudioResampler(format=context.format, layout="mono", rate=SOUND_RATE_HZ)
         context.open(strict=False)
         size = context.frame_size or 4096

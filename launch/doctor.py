@@ -141,8 +141,8 @@ def _images() -> tuple[Standing, str]:
     lacking = [shown for name, shown in names.items() if not features.check(name)]
     if lacking:
         return "failed", f"Pillow lacks {', '.join(lacking)}: install the `pillow` wheel from PyPI"
-    fast = importlib.import_module("simplejpeg") is not None
-    return "ok", ", ".join(names.values()) + (", simplejpeg for JPEG" if fast else "")
+    importlib.import_module("simplejpeg")
+    return "ok", ", ".join(names.values()) + ", simplejpeg for JPEG"
 
 
 def _memory() -> tuple[Standing, str]:

@@ -2,14 +2,14 @@
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[BinaryIO]:
+def whole_file(path: Path) -> Generator[BinaryIO]:
     """A file that takes its name only when the block ends without an error; the old one stays until then.
 
     Raises:

@@ -137,7 +137,7 @@ class Bar:
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-            self._progress = Progress(
+            progress = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(),
                 MofNCompleteColumn(),
@@ -146,8 +146,9 @@ class Bar:
                 TextColumn("{task.fields[note]}"),
                 console=Console(stderr=True),
             )
-            self._progress.start()
-            self._task = self._progress.add_task(self._title, total=self._total, note="")
+            progress.start()
+            self._task = progress.add_task(self._title, total=self._total, note="")
+            self._progress = progress
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

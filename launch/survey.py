@@ -18,7 +18,6 @@ KEPT_SAMPLES = 512
 """Samples whose bytes are kept, to be packed and shown."""
 
 KEPT_BYTES = 2**28
-DEFAULT_SLICES = {"image": ImageShape(patch_side=16), "video": VideoShape(patch_side=16), "audio": AudioShape(chunk_samples=400)}
 POSITIONS = 16_384
 """Positions of a suggested batch."""
 
@@ -58,8 +57,14 @@ class Survey:
 
 def probing_shape(slices: BatchShape | None) -> BatchShape:
     """A shape that cuts next to nothing, with the slices of `slices`, or usual ones."""
-    taken = {name: getattr(slices, name) for name in DEFAULT_SLICES} if slices is not None else dict(DEFAULT_SLICES)
-    narrow = BatchShape(max_rows_per_device=1, max_segments_per_device=1, max_columns_per_row=2, **taken)
+    narrow = BatchShape(
+        max_rows_per_device=1,
+        max_segments_per_device=1,
+        max_columns_per_row=2,
+        image=slices.image if slices is not None else ImageShape(patch_side=16),
+        video=slices.video if slices is not None else VideoShape(patch_side=16),
+        audio=slices.audio if slices is not None else AudioShape(chunk_samples=400),
+    )
     columns = min(2**20, (MAX_TAPE_BYTES - 64) // narrow.bytes_per_position)
     return replace(narrow, max_columns_per_row=columns)
 
@@ -108,17 +113,18 @@ def suggest(found: Survey) -> BatchShape:
     row = max(float(np.quantile(lengths, 0.99)), 2 * float(np.median(lengths)), COLUMN_STEP)
     columns = math.ceil(row / COLUMN_STEP) * COLUMN_STEP
     live = {entry.modality for entry in found.fields.values() if entry.tokens}
-    slices = {
-        str(modality): getattr(found.measured_with, str(modality))
-        for modality in (Modality.IMAGE, Modality.VIDEO, Modality.AUDIO)
-        if modality in live
-    }
-    per_position = BatchShape(max_rows_per_device=1, max_segments_per_device=1, max_columns_per_row=2, **slices).bytes_per_position
-    positions = min(POSITIONS, MAX_TAPE_BYTES // 2 // per_position)
+    shape = replace(
+        found.measured_with,
+        max_columns_per_row=columns,
+        image=found.measured_with.image if Modality.IMAGE in live else ImageShape(),
+        video=found.measured_with.video if Modality.VIDEO in live else VideoShape(),
+        audio=found.measured_with.audio if Modality.AUDIO in live else AudioShape(),
+    )
+    positions = min(POSITIONS, MAX_TAPE_BYTES // 2 // shape.bytes_per_position)
     rows = max(1, positions // columns)
     usual = float(np.minimum(lengths, columns).mean())
     segments = math.ceil(1.25 * rows * columns / usual / 8) * 8
-    return BatchShape(max_rows_per_device=rows, max_segments_per_device=max(8, segments), max_columns_per_row=columns, **slices)
+    return replace(shape, max_rows_per_device=rows, max_segments_per_device=max(8, segments))
 
 
 def packed_examples(found: Survey, shape: BatchShape, options: DecodeOptions, count: int) -> list[PackedBatch]:

@@ -29,6 +29,7 @@ from treadle.model.storage_file import DamagedFileError, OnTensor, StorageFileEr
 KIND = "treadle.checkpoint"
 VERSION = 1
 MAX_STEP = 2**60
+MAX_WORLD_SIZE = 2**17
 
 
 class CheckpointMismatchError(ValueError):
@@ -131,7 +132,9 @@ def read_checkpoint(path: str | Path, *, on_tensor: OnTensor | None = None) -> C
     """
     tensors, metadata = read_tensors(path, on_tensor=on_tensor)
     require_format(path, metadata, KIND, VERSION)
-    step, world_size = _number(path, metadata, "step", MAX_STEP), _number(path, metadata, "world_size", 2**24)
+    step, world_size = _number(path, metadata, "step", MAX_STEP), _number(path, metadata, "world_size", MAX_WORLD_SIZE)
+    if not world_size:
+        raise DamagedFileError(path, "its world_size is '0': a run has at least one rank")
     groups: dict[str, dict[str, Tensor]] = {"weights": {}, "moments.first": {}, "moments.second": {}}
     ranks: list[dict[str, Tensor]] = [{} for _ in range(min(world_size, len(tensors)))]
     single: dict[str, Tensor] = {}

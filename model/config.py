@@ -21,22 +21,26 @@ HEAD_WIDTH = 64
 """Width of an attention head; `hidden` is a multiple of 128, so heads come in pairs."""
 
 MAX_INVERSE_TEMPERATURE = 100.0
+MAX_NUMBER = 3.4028234e38
+"""Weights, losses and temperatures are fp32: a number beyond its range would be infinite there."""
 MAX_MATRYOSHKA_DIMENSIONS = 8
 
 Progress = Callable[[int, int], bool | None]
 """`progress(done, total)` counts tensors; answering False stops the call."""
 
 
-def require_number(owner: str, name: str, value: object, least: float = -math.inf, most: float = math.inf) -> None:
+def require_number(owner: str, name: str, value: object, least: float = -MAX_NUMBER, most: float = MAX_NUMBER) -> None:
     """Checks a real field.
 
     Raises:
         ValueError: `value` is not a finite number between `least` and `most`.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    # Compared before it is printed or converted: an integer may have more digits than a float, or than Python prints.
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value or abs(value) == math.inf:
         raise ValueError(f"{owner}.{name} is {value!r}: it must be a finite number")
     if not least <= value <= most:
-        raise ValueError(f"{owner}.{name} is {value}: it must lie between {least} and {most}")
+        shown = value if abs(value) <= MAX_NUMBER else "a number of no use"
+        raise ValueError(f"{owner}.{name} is {shown}: it must lie between {least} and {most}")
 
 
 def require_member(owner: str, name: str, value: object, kind: type) -> None:
@@ -60,7 +64,7 @@ class Masking:
     replace_fraction: float = 0.0
     """Of covered positions, the share shown as MASK [0.8]."""
     random_fraction: float = 0.0
-    """Of covered positions, the share shown as a random byte [0.1]; the rest stay as they are."""
+    """Of covered positions, the share shown as a random byte [0.1, or what `replace_fraction` leaves]; the rest stay as they are."""
     image_mask_ratio: float = 0.0
     """Share of an image's patches masked [0.75]."""
     video_mask_ratio: float = 0.0
@@ -91,20 +95,26 @@ class Masking:
             raise ValueError(f"Masking.token_mean_span is {self.token_mean_span}: a span is at least 1 byte long")
         for name in ("text_weight", "image_weight", "video_weight", "audio_weight"):
             require_number("Masking", name, getattr(self, name), 0)
-        replaced, random = self.replace_fraction or 0.8, self.random_fraction or 0.1
+        replaced, random = self._fractions()
         if replaced + random > 1 + 1e-9:
             raise ValueError(
                 f"Masking.replace_fraction {replaced} and random_fraction {random} add up to more than 1: they share the covered positions"
             )
 
+    def _fractions(self) -> tuple[float, float]:
+        """Both fractions, derived where they are zero: the random bytes take what a given `replace_fraction` leaves of their share."""
+        replaced = self.replace_fraction or 0.8
+        return replaced, self.random_fraction or min(0.1, 1 - replaced)
+
     def resolved(self) -> "Masking":
         """This configuration with nothing left to derive."""
+        replaced, random = self._fractions()
         return replace(
             self,
             token_mask_probability=self.token_mask_probability or 0.15,
             token_mean_span=self.token_mean_span or 16.0,
-            replace_fraction=self.replace_fraction or 0.8,
-            random_fraction=self.random_fraction or 0.1,
+            replace_fraction=replaced,
+            random_fraction=random,
             image_mask_ratio=self.image_mask_ratio or 0.75,
             video_mask_ratio=self.video_mask_ratio or 0.75,
             audio_mask_ratio=self.audio_mask_ratio or 0.75,
@@ -138,8 +148,9 @@ class Contrastive:
 
     def __post_init__(self) -> None:
         widths = self.matryoshka_dimensions
-        if not isinstance(widths, tuple):
-            object.__setattr__(self, "matryoshka_dimensions", widths := tuple(widths))
+        if not isinstance(widths, tuple | list):
+            raise ValueError(f"Contrastive.matryoshka_dimensions is {widths!r}: it must be a tuple of widths, such as (64, 128)")
+        object.__setattr__(self, "matryoshka_dimensions", widths := tuple(widths))
         if len(widths) > MAX_MATRYOSHKA_DIMENSIONS:
             raise ValueError(
                 f"Contrastive.matryoshka_dimensions names {len(widths)} widths: at most {MAX_MATRYOSHKA_DIMENSIONS} are scored"
@@ -375,8 +386,18 @@ class TrainerConfig:
         ):
             require_member("TrainerConfig", name, getattr(self, name), kind)
         require_count("TrainerConfig", "seed", self.seed, 0, 2**64 - 1)
+        for name in ("resume", "init"):
+            path = getattr(self, name)
+            if path is not None and not isinstance(path, str | Path):
+                raise ValueError(f"TrainerConfig.{name} is {path!r}: it must be the path of a checkpoint, or None")
+        if self.mesh is not None:
+            from treadle.model.mesh import Mesh
+
+            require_member("TrainerConfig", "mesh", self.mesh, Mesh)
+        if self.progress is not None and not callable(self.progress):
+            raise ValueError(f"TrainerConfig.progress is {self.progress!r}: it must be called with (done, total), or None")
         require_count("TrainerConfig", "progress_steps", self.progress_steps)
-        if self.precision not in (None, "fp32", "bf16"):
+        if self.precision is not None and (not isinstance(self.precision, str) or self.precision not in ("fp32", "bf16")):
             raise ValueError(f"TrainerConfig.precision is {self.precision!r}: it must be 'fp32', 'bf16' or None")
         if self.resume is not None and self.init is not None:
             raise ValueError(

@@ -36,9 +36,16 @@ class Worker:
 
     def __init__(self, name: str, device: torch.device) -> None:
         self._executor = ThreadPoolExecutor(1, name, initializer=_use, initargs=(device,))
+        self._closed = False
 
     def submit(self, call: Callable[[], T]) -> Deferred[T]:
-        """Queues `call`; it computes with as many threads as the caller has now."""
+        """Queues `call`; it computes with as many threads as the caller has now.
+
+        Raises:
+            RuntimeError: the worker was closed.
+        """
+        if self._closed:
+            raise RuntimeError("this trainer was closed: make another one, with resume to go on from its checkpoint")
         threads = torch.get_num_threads()
 
         def run() -> T:
@@ -50,6 +57,7 @@ class Worker:
 
     def close(self) -> None:
         """Waits for what was queued and ends the thread."""
+        self._closed = True
         self._executor.shutdown(wait=True)
 
 

@@ -15,6 +15,8 @@ def pick_device(owner: str, device: str | torch.device | None) -> torch.device:
     """
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not isinstance(device, str | torch.device):
+        raise ValueError(f"{owner} is {device!r}: it must be a device such as 'cpu', 'cuda' or 'cuda:1'")
     try:
         picked = torch.device(device)
     except RuntimeError as error:

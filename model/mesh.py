@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treadle.model.config import require_number
+from treadle.model.config import require_member, require_number
 from treadle.model.device import pick_device
 from treadle.model.mesh_rendezvous import meet
 from treadle.shape import require_count
@@ -33,6 +33,7 @@ BUCKET_BYTES = 25 * 2**20
 """Gradients are summed in slices of this many bytes, cut at the same places in every step."""
 
 MAX_MESSAGE_BYTES = 2**36
+MAX_TIMEOUT_S = 1e9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +54,9 @@ class MeshOptions:
     """How long a collective may wait for a rank, seconds."""
 
     def __post_init__(self) -> None:
+        if self.directory is not None and not isinstance(self.directory, str | Path):
+            raise ValueError(f"MeshOptions.directory is {self.directory!r}: it must be the path of a folder, or None")
+        require_member("MeshOptions", "job", self.job, str)
         require_count("MeshOptions", "host_domain_count", self.host_domain_count, 1, 2**24 - 1)
         require_count("MeshOptions", "host_domain_index", self.host_domain_index, 0)
         if self.host_domain_index >= self.host_domain_count:
@@ -63,8 +67,8 @@ class MeshOptions:
             raise ValueError(
                 f"MeshOptions.host_domain_count is {self.host_domain_count} but directory is None: name a folder to meet in, or use torchrun"
             )
-        require_number("MeshOptions", "timeout_s", self.timeout_s, 0)
-        require_number("MeshOptions", "collective_timeout_s", self.collective_timeout_s, 1)
+        require_number("MeshOptions", "timeout_s", self.timeout_s, 0, MAX_TIMEOUT_S)
+        require_number("MeshOptions", "collective_timeout_s", self.collective_timeout_s, 1, MAX_TIMEOUT_S)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

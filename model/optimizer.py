@@ -19,6 +19,9 @@ from treadle.model.config import OptimizerConfig
 ALIGNMENT = 16
 """Parameters start at multiples of this many elements (64 bytes), so that views load as vectors; the gaps stay zero."""
 
+NORM_BLOCK = 4096
+"""Elements whose squares are summed in one run: torch on the CPU adds in fp32 one after the other, 0.3 % too little at 40 M elements."""
+
 
 def is_decayed(parameter: Tensor) -> bool:
     """Whether weight decay applies: to matrices, that is two or more dimensions and more than one row.
@@ -72,9 +75,12 @@ class FlatParameters:
             yield name, self.view(flat, name)
 
     def norm(self) -> Tensor:
-        """Euclidean norm of the gradient, a scalar on the device."""
-        norm: Tensor = torch.linalg.vector_norm(self.gradients)
-        return norm
+        """Euclidean norm of the gradient, an fp32 scalar on the device."""
+        whole = self.gradients.numel() // NORM_BLOCK * NORM_BLOCK
+        blocks = torch.linalg.vector_norm(self.gradients[:whole].view(-1, NORM_BLOCK), dim=1)
+        rest = torch.linalg.vector_norm(self.gradients[whole:])
+        norm: Tensor = torch.linalg.vector_norm(torch.cat([blocks, rest[None]]), dtype=torch.float64)
+        return norm.float()
 
     def clip(self, norm: Tensor, most: float) -> None:
         """Scales the gradient so that its norm, now `norm`, is at most `most`; 0 leaves it alone."""

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import secrets
+import stat
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -108,15 +109,15 @@ def write_tensors(
         UnwritableFileError: the folder is missing or read-only, or the disk is full. The file that was there is untouched.
         ValueError: a tensor's type has no safetensors name, or the metadata passes the format's header limit.
     """
-    target = Path(os.path.realpath(path))
     entries = _place(tensors)
     header = _header(entries, metadata)
     if len(header) > MAX_HEADER_BYTES:
         raise ValueError(f"{path}: names and metadata take {len(header)} bytes: the format allows {MAX_HEADER_BYTES}")
-    if target.is_dir():
-        raise UnwritableFileError(path, "is a folder: name a file in it")
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
     try:
+        target = Path(os.path.realpath(path))
+        if target.is_dir():
+            raise UnwritableFileError(path, "is a folder: name a file in it")
+        temporary = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
         _remove_abandoned(target)
         descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR | getattr(os, "O_CLOEXEC", 0), 0o666)
     except OSError as error:
@@ -148,7 +149,7 @@ def read_tensors(path: str | Path, *, on_tensor: OnTensor | None = None) -> tupl
         StorageFileError: it cannot be opened or read.
     """
     try:
-        with open(path, "rb") as file:
+        with _opened(path) as file:
             size = os.fstat(file.fileno()).st_size
             header = _read_header(path, file, size)
             entries, metadata, checksum = _parse(path, header, size - 8 - len(header))
@@ -182,7 +183,7 @@ def read_metadata(path: str | Path) -> dict[str, str]:
         StorageFileError: as `read_tensors`.
     """
     try:
-        with open(path, "rb") as file:
+        with _opened(path) as file:
             size = os.fstat(file.fileno()).st_size
             header = _read_header(path, file, size)
     except FileNotFoundError as error:
@@ -190,6 +191,13 @@ def read_metadata(path: str | Path) -> dict[str, str]:
     except OSError as error:
         raise StorageFileError(path, f"cannot be read: {error.strerror or error}") from error
     return _parse(path, header, size - 8 - len(header))[1]
+
+
+def _opened(path: str | Path) -> BinaryIO:
+    # A pipe would wait for a writer that may never come.
+    if stat.S_ISFIFO(os.stat(path).st_mode):
+        raise StorageFileError(path, "is a pipe: a file is needed, whose size is known")
+    return open(path, "rb")
 
 
 def require_format(path: str | Path, metadata: Mapping[str, str], kind: str, version: int) -> int:
@@ -385,5 +393,5 @@ def _sync_folder(folder: Path) -> None:
 
 def _unwritable(path: str | Path, error: OSError) -> UnwritableFileError:
     folder = Path(path).parent
-    why = f"there is no folder {folder}" if isinstance(error, FileNotFoundError) else (error.strerror or str(error)).lower()
+    why = f"there is no folder {folder}" if isinstance(error, FileNotFoundError) and not folder.is_dir() else (error.strerror or str(error)).lower()
     return UnwritableFileError(path, f"cannot be written: {why}; what was there before is untouched. Free space or choose another folder")

@@ -33,6 +33,7 @@ from treadle.model.rank_states import collect_ranks
 from treadle.model.statistics import StatisticsReader, StepResult, TrainerStepStats
 from treadle.model.step import PeerRefusedError, StepRunner
 from treadle.pipeline import PackedBatch, Packer, StepItems, StreamState
+from treadle.shape import require_count
 
 __all__ = ["Batch", "Deferred", "PeerRefusedError", "Stopped", "Trainer", "TrainerStepStats"]
 
@@ -62,6 +63,7 @@ class Trainer:
         ValueError: the configuration contradicts itself, the checkpoint, or another rank's.
         StorageFileError: the checkpoint to resume is missing, damaged or of a newer format.
         Stopped: the progress callback stopped the resume.
+        PeerRefusedError: another rank raised one of these.
     """
 
     def __init__(self, config: TrainerConfig) -> None:
@@ -77,10 +79,7 @@ class Trainer:
         self._reader = StatisticsReader()
         self._stream_state: StreamState | None = None
         self._packer: Packer | None = None
-        if config.resume is not None:
-            self._resume(config.resume)
-        elif config.init is not None:
-            self._start_from(config.init)
+        self._read(config)
         require_same(self.world, {"step of the checkpoint to resume": self._runner.steps})
         self._worker = Worker("treadle-trainer", self.device)
         self._writer = Worker("treadle-writer", self.device)
@@ -180,11 +179,14 @@ class Trainer:
             wait: False answers at once and writes beside further steps; the file is of the step at the call all the same.
 
         Raises:
-            ValueError: ranks are at different steps.
+            ValueError: an argument is wrong, or ranks are at different steps.
             Stopped: the progress callback answered False.
             StorageFileError: the folder or the disk refused the file; the old one is untouched.
         """
-        given = stream if stream is None or isinstance(stream, StreamState) else stream.state
+        require_count("Trainer.save", "progress_steps", progress_steps)
+        if progress is not None and not callable(progress):
+            raise ValueError(f"Trainer.save's progress is {progress!r}: it must be called with (done, total), or None")
+        given = stream if stream is None or isinstance(stream, StreamState) else _position(stream)
         reports = ProgressReports(f"saving {path}", progress, progress_steps)
 
         def write(content: CheckpointContent) -> None:
@@ -297,6 +299,22 @@ class Trainer:
             logger.error("the save before this one failed: %s", error)
         self._saving = None
 
+    def _read(self, config: TrainerConfig) -> None:
+        """Takes over what `resume` or `init` names, on all ranks or on none: one that failed alone would leave its peers waiting."""
+        error: Exception | None = None
+        try:
+            if config.resume is not None:
+                self._resume(config.resume)
+            elif config.init is not None:
+                self._start_from(config.init)
+        except Exception as caught:
+            error = caught
+        failed = [rank for rank, row in enumerate(self.world.exchange([int(error is not None)])) if row[0]]
+        if error is not None:
+            raise error
+        if failed:
+            raise PeerRefusedError(f"rank {failed[0]} could not read its checkpoint, see its own error: no rank starts")
+
     def _resume(self, path: str | Path) -> None:
         reports = ProgressReports(f"resuming {path}", self.config.progress, self.config.progress_steps)
         content = read_checkpoint(path, on_tensor=reports)
@@ -354,6 +372,13 @@ class _Done(Deferred[None]):
 
     def done(self) -> bool:
         return True
+
+
+def _position(stream: object) -> StreamState | None:
+    state = getattr(stream, "state", stream)
+    if state is not None and not isinstance(state, StreamState):
+        raise ValueError(f"Trainer.save's stream is {stream!r}: it must be a stream with a StreamState, or a StreamState itself")
+    return state
 
 
 def _packed_batches(batch: object) -> list[PackedBatch]:

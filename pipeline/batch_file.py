@@ -8,7 +8,7 @@ import os
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields
-from typing import Any
+from typing import Any, BinaryIO
 from zlib import crc32
 
 import numpy as np
@@ -193,12 +193,19 @@ def load_batch(path: str | os.PathLike[str]) -> PackedBatch:
         OSError: there is no such file.
     """
     with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        start = file.read(8)
-        most = MAX_BATCH_BYTES + MAX_STATE_BYTES + MAX_HEADER_BYTES
-        if header_bytes(start) and size > most:
-            raise PackedError("too_large", f"{os.fspath(path)} has {size} bytes: at most {most} are read")
-        return batch_from_bytes(start + file.read(size - len(start)))
+        try:
+            return _read_batch(file)
+        except PackedError as error:
+            raise PackedError(error.kind, f"{os.fspath(path)}: {error.detail}") from error
+
+
+def _read_batch(file: BinaryIO) -> PackedBatch:
+    size = os.fstat(file.fileno()).st_size
+    start = file.read(8)
+    most = MAX_BATCH_BYTES + MAX_STATE_BYTES + MAX_HEADER_BYTES
+    if header_bytes(start) and size > most:
+        raise PackedError("too_large", f"the file has {size} bytes: at most {most} are read")
+    return batch_from_bytes(start + file.read(size - len(start)))
 
 
 def write_whole(path: str | os.PathLike[str], parts: Iterable[bytes | memoryview]) -> None:

@@ -213,6 +213,8 @@ def _offsets_of(name: str, lengths: list[int], count: int) -> NDArray[np.int64]:
 def _bytes_array(name: str, data: object) -> NDArray[np.uint8]:
     if isinstance(data, bytes | bytearray | memoryview):
         return np.frombuffer(data, np.uint8)
+    if isinstance(data, list | tuple):
+        return integer_column(f"{name} data", data, np.uint8)
     array: NDArray[Any] = np.asarray(data)
     if array.dtype != np.uint8 or array.ndim != 1:
         raise ValueError(f"{name}: a tape's data is {array.dtype} of shape {array.shape}: it must be bytes or a flat uint8 array")

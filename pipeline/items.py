@@ -191,13 +191,13 @@ class StepItems:
     def __init__(
         self,
         modalities: Iterable[object],
-        contents: Sequence[Content | NDArray[np.uint8]] | tuple[Content | NDArray[np.uint8], ArrayLike],
+        contents: Sequence[Content | NDArray[np.uint8]] | tuple[Content | NDArray[np.uint8] | Sequence[int], ArrayLike],
         bags: ArrayLike | None = None,
         temperature_groups: ArrayLike | None = None,
         sides: Iterable[object] | None = None,
         groups: ArrayLike | None = None,
         ids: ArrayLike | None = None,
-        choices: Sequence[Content | None] | tuple[Content | NDArray[np.uint8], ArrayLike] | None = None,
+        choices: Sequence[Content | None] | tuple[Content | NDArray[np.uint8] | Sequence[int], ArrayLike] | None = None,
         choice_targets: Sequence[ArrayLike | None] | tuple[ArrayLike, ArrayLike] | None = None,
         relations: Relations | None = None,
     ) -> None:

@@ -20,6 +20,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal, Protocol, Self
 from treadle.pipeline.batch import PackedBatch
 from treadle.pipeline.batch_file import batch_from_bytes, batch_parts, parsed_shape, shape_table
 from treadle.pipeline.packed_folder import open_folder
+from treadle.pipeline.storage import StorageError, open_stream, public_url
 from treadle.pipeline.tar import MAX_MEMBER_BYTES
 from treadle.pipeline.tensor_file import PackedError
 
@@ -107,7 +108,7 @@ class PackedWriter:
         index = self._folder.read(INDEX_NAME)
         if index is not None:
             if not append:
-                raise ValueError(f"{os.fspath(folder)} holds an {INDEX_NAME}: give another folder, or append=True to go on after its shards")
+                raise ValueError(f"{public_url(os.fspath(folder))} holds an {INDEX_NAME}: give another folder, or append=True to go on after its shards")
             found = read_index(index)
             self._table, self._shards = {"shape": found["shape"], "capacities": found["capacities"]}, found["shards"]
         self._file: IO[bytes] | None = None
@@ -236,7 +237,7 @@ class PackedReader:
             quarantine: also told what was skipped.
 
         Raises:
-            ValueError: an argument is none of its values.
+            ValueError: an argument is none of its values, or the folder has no index.
             PackedError: the index is malformed.
         """
         if on_error not in ("raise", "quarantine"):
@@ -263,7 +264,7 @@ class PackedReader:
             base = os.fspath(urls)
             folder = base.removesuffix(INDEX_NAME).rstrip("/") or "/"
             if base.endswith(INDEX_NAME) or os.path.isdir(base) or ("://" in base and not base.endswith((".tar", "}")) and "*" not in base):
-                self.index = read_index(_read_all(f"{folder}/{INDEX_NAME}", MAX_INDEX_BYTES))
+                self.index = _index_of(folder)
                 return [f"{folder}/{shard['name']}" for shard in self.index["shards"]]
             urls = base
         from treadle.pipeline.sources import expand_urls
@@ -337,10 +338,10 @@ class PackedReader:
                 yield batch
         except ShardError as error:
             kind = "truncated" if error.kind.startswith("truncated") else "corrupt"
-            raise PackedError(kind, f"{url}: {error}") from error
+            raise PackedError(kind, f"{public_url(url)}: {error}") from error
         expected = len([at for at in range(start, shards[number]["batches"]) if at % self.world_size == part]) if shards else seen
         if seen != expected:
-            raise PackedError("truncated", f"{url} holds {seen} more batches, its index counts {expected}")
+            raise PackedError("truncated", f"{public_url(url)} holds {seen} more batches, its index counts {expected}")
 
     def _batch(self, sample: Any) -> PackedBatch:
         found = [field for field in sample.fields if field.name == _SUFFIX]
@@ -352,23 +353,42 @@ class PackedReader:
         return batch
 
     def _skip(self, url: str, key: str, offset: int, kind: str, reason: str, error: PackedError) -> None:
+        url = public_url(url)
         if self.on_error == "raise":
-            raise error
+            if not key:
+                raise error
+            raise PackedError(kind, f"{url}, batch {key}: {reason}") from error
         logger.warning("%s: skipped %s: %s: %s", url, key or "the rest of the shard", kind, reason)
         self.counts[kind] += 1
         if self.quarantine is not None:
             self.quarantine.record(url=url, key=key, member=f"{key}.{_SUFFIX}" if key else "", offset=offset, kind=kind, reason=reason)
 
 
-def _read_all(url: str, most: int) -> bytes:
-    from treadle.pipeline.storage import open_stream
+def _index_of(folder: str) -> dict[str, Any]:
+    """The index of a folder of packed shards.
 
+    Raises:
+        ValueError: it has none.
+        PackedError: it is malformed, or of another format version.
+    """
+    where = public_url(folder)
+    try:
+        return read_index(_read_all(f"{folder}/{INDEX_NAME}", MAX_INDEX_BYTES))
+    except PackedError as error:
+        raise PackedError(error.kind, f"{where}/{INDEX_NAME}: {error.detail}") from error
+    except StorageError as error:
+        if error.kind != "not_found":
+            raise
+        raise ValueError(f"{where!r} holds no {INDEX_NAME}: give a folder that PackedWriter closed, or its shards as a pattern") from error
+
+
+def _read_all(url: str, most: int) -> bytes:
     pieces: list[bytes] = []
     size = 0
     with open_stream(url) as stream:
         while piece := stream.read(1 << 20):
             size += len(piece)
             if size > most:
-                raise PackedError("too_large", f"{url} has more than {most} bytes")
+                raise PackedError("too_large", f"the index has more than {most} bytes")
             pieces.append(piece)
     return b"".join(pieces)

@@ -103,8 +103,12 @@ class Packer:
             members[number].append(item)
         there = np.array([payload is not None for payload in payloads], bool)
         relations = relation_columns(items.relations)
+        # An edge counts with the later of its bags: the earlier one costs the same whether or not the later one is dropped.
         edges_of_bag = [
-            np.bincount(bag_of_item[edges.sources[there[edges.sources] & there[edges.targets]]], minlength=len(members)).tolist()
+            np.bincount(
+                np.maximum(bag_of_item[edges.sources], bag_of_item[edges.targets])[there[edges.sources] & there[edges.targets]],
+                minlength=len(members),
+            ).tolist()
             for edges in relations
         ]
         placement = self._new_placement(1)
@@ -145,14 +149,12 @@ class Packer:
         Raises:
             ValueError: some bags of the pool carry ids and this one does not, or the other way round.
         """
+        if bag.lengths and self._bags and self._without_ids != (bag.ids is None):
+            raise ValueError("ids: some pending bags carry ids and others do not: give ids to all bags, or to none")
         self._dropped += bag.dropped
         self._dropped_edges += bag.dropped_edges
         if not bag.lengths:
             return False
-        if not self._bags:
-            self._without_ids = bag.ids is None
-        elif self._without_ids != (bag.ids is None):
-            raise ValueError("ids: some pending bags carry ids and others do not: give ids to all bags, or to none")
         edges = [len(columns.sources) for columns in bag.relations] if bag.relations is not NO_RELATIONS else (0, 0, 0)
         pending = self._pending(bag, edges)
         if not self._placement.add(pending):
@@ -160,6 +162,7 @@ class Packer:
             self._dropped_edges += sum(edges)
             return False
         self._bags[pending.serial] = (token, bag)
+        self._without_ids = bag.ids is None
         return True
 
     def ready(self) -> bool:

@@ -23,7 +23,7 @@ def rows(output: Path, kind: str = "train") -> list[dict[str, Any]]:
 
 def weights(checkpoint: Path) -> dict[str, np.ndarray]:
     with safe_open(checkpoint, "np") as file:
-        return {name: file.get_tensor(name) for name in file.keys() if name.startswith(("weights.", "moments.", "ranks."))}  # noqa: SIM118
+        return {name: file.get_tensor(name) for name in file.keys() if name.startswith(("weights.", "moments.", "ranks."))}
 
 
 def stop_at(process: "subprocess.Popen[str]", step: int, number: signal.Signals) -> tuple[str, str]:

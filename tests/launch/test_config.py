@@ -54,7 +54,7 @@ def minimal() -> Tree:
 
 
 # One legal value for every leaf that differs from its default, as TOML holds it.
-SPECIAL: dict[str, object] = {
+_SPECIAL: dict[str, object] = {
     "output": "elsewhere",
     "trainer.hidden": 256,
     "trainer.batch.image.channels": 3,
@@ -96,7 +96,9 @@ SPECIAL: dict[str, object] = {
     "mesh.directory": "meet",
     "mesh.job": "a",
 }
-SPECIAL |= {name.replace("data.", "held_out.", 1): value for name, value in SPECIAL.items() if name.startswith(("data.schema", "data.decode"))}
+SPECIAL = _SPECIAL | {
+    name.replace("data.", "held_out.", 1): value for name, value in _SPECIAL.items() if name.startswith(("data.schema", "data.decode"))
+}
 
 # Fields that another field must allow.
 BESIDE: dict[str, Tree] = {

@@ -259,6 +259,13 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.M
     assert os.listdir(tmp_path) == ["a.safetensors"] and PackedBatch.load(tmp_path / "a.safetensors") == batch
 
 
+def test_a_refused_file_is_told_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors").write_bytes(b"no batch at all")
+    with pytest.raises(PackedError, match=r"a\.safetensors: the header claims") as caught:
+        PackedBatch.load(tmp_path / "a.safetensors")
+    assert caught.value.kind == "corrupt"
+
+
 def test_every_truncation_is_refused() -> None:
     data = b"".join(batch_parts(choosing_batch()))
     assert batch_from_bytes(data) == choosing_batch()

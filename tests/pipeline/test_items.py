@@ -69,6 +69,8 @@ def test_choices_are_tapes_or_lists() -> None:
         assert items.choices.data.tobytes() == b"AB" and items.choices.offsets.tolist() == [0, 2, 2, 2]
         assert items.choice_targets.data.tolist() == [0.25, 0.75] and items.choice_targets.data.dtype == np.float32
         assert isinstance(items.choices, Tape)
+    numbers = StepItems([0, 0], ([97, 98], [0, 1, 2]), choices=([65, 66], [0, 2, 2]), choice_targets=([0.5, 0.5], [0, 2, 2]))
+    assert bytes(numbers.content(1)) == b"b" and numbers.choices is not None and numbers.choices.data.tobytes() == b"AB"
     two = StepItems([0, 0], [b"a", b"b"], choices=[b"AB", b"CD"], choice_targets=([0.5, 0.5], [0.1, 0.9]))
     assert two.choice_targets is not None and two.choice_targets.offsets.tolist() == [0, 2, 4]
 
@@ -132,6 +134,7 @@ def test_targets_within_the_tolerance_are_kept() -> None:
         ([0], (b"abc", [-1, 2]), r"contents: offsets\[0\] is -1: it must not be negative"),
         ([0, 0], (b"abc", [0, 2, 1]), "contents: offsets fall from 2 to 1 at item 1"),
         ([0], (b"abc", [0, 4]), "contents: offsets end at 4 but the tape's data has 3 entries"),
+        ([0], ([97, 256], [0, 2]), r"contents data\[1\] is 256: it must lie between 0 and 255"),
         ([0], (np.zeros(3, np.int16), [0, 3]), "a tape's data is int16 of shape .3,.: it must be bytes or a flat uint8 array"),
     ],
 )

@@ -175,7 +175,7 @@ def test_an_altered_batch_is_refused_or_skipped_alone(tmp_path: Path) -> None:
     data = bytearray(shard.read_bytes())
     data[place] ^= 1
     shard.write_bytes(data)
-    with pytest.raises(PackedError, match="the arrays do not match their checksum"):
+    with pytest.raises(PackedError, match=r"a/batches-000000\.tar, batch 00000001: the arrays do not match their checksum"):
         list(PackedReader(tmp_path / "a"))
     log = Log()
     reader = PackedReader(tmp_path / "a", on_error="quarantine", quarantine=log)
@@ -231,6 +231,19 @@ def test_a_malformed_index_is_refused(change: dict[str, Any], kind: str, message
     assert caught.value.kind == kind
     with pytest.raises(PackedError, match="the index is no JSON"):
         read_index(b"{")
+    (tmp_path / "a" / "index.json").write_text("{")
+    with pytest.raises(PackedError, match=r"a/index\.json: the index is no JSON") as caught:
+        PackedReader(tmp_path / "a")
+    assert caught.value.kind == "corrupt"
+
+
+def test_a_folder_without_an_index_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    with pytest.raises(ValueError, match=r"a' holds no index\.json: give a folder that PackedWriter closed"):
+        PackedReader(tmp_path / "a")
+    # Credentials do not show.
+    with pytest.raises(ValueError, match="'memory://a/b' holds no index"):
+        PackedReader("memory://name:secret@a/b")
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])

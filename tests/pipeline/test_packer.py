@@ -117,6 +117,15 @@ def test_each_edge_set_has_its_own_capacity(name: str) -> None:
     assert packer.pack(texts(2, 2, 2, 2, relations=Relations(attract=Edges([0, 2, 2, 2, 2], [1, 2]), repel=Edges([0, 0, 0, 0, 2], [0, 1])))).dropped == 0
 
 
+def test_edges_to_what_is_dropped_cost_nothing() -> None:
+    # All ten attract all others: ninety edges. Four segments and their twelve edges fit where twelve are allowed.
+    others = np.array([[other for other in range(10) if other != item] for item in range(10)])
+    items = texts(*[2] * 10, relations=Relations(attract=Edges(np.arange(11) * 9, others.reshape(-1))))
+    batch = Packer(shape_of(segments=4), max_edges=12).pack(items)
+    assert batch.item[: batch.segments].tolist() == [0, 1, 2, 3] and batch.dropped == 6
+    assert len(batch.attract) == 12 and batch.dropped_edges == 78 and batch.fill["edges"] == 1
+
+
 def test_max_edges_derives_eight_per_segment() -> None:
     assert Packer(shape_of(segments=6)).pack(StepItems([], [])).max_edges == 48
 
@@ -344,8 +353,9 @@ def test_add_takes_one_bag_and_ids_for_all_or_none() -> None:
     assert packer.add(texts(2, 2, bags=[4, 4]))
     assert packer.add(texts(2, 2))
     with pytest.raises(ValueError, match="ids: some pending bags carry ids and others do not"):
-        packer.add(texts(2, ids=[3]))
+        packer.add(StepItems([0, 0], [b"", b"a"], ids=[3, 4]), on_error="drop")
     batch = packer.take()
+    assert batch.dropped == 0
     assert batch.ids_defaulted and batch.id[:4].tolist() == [0, 1, 2, 3] and batch.bag[:4].tolist() == [0, 0, 1, 1]
     assert packer.add(texts(2, ids=[3])) and not packer.take().ids_defaulted
 

@@ -365,6 +365,16 @@ def test_concatenated_archives_are_read_to_the_end() -> None:
     assert not reader.counts
 
 
+@pytest.mark.parametrize("blocks", [31, 32, 33, 65, 5000])
+@pytest.mark.parametrize("chunk_bytes", [1024, 20 * 512, 1 << 20])
+def test_runs_of_zeros_of_any_length_are_passed(blocks: int, chunk_bytes: int) -> None:
+    found, error, reader = read(FIVE + bytes(512 * blocks) + FIVE, chunk_bytes=chunk_bytes)
+    assert error is None and not reader.counts
+    assert [member.header_offset for member, _ in found[5:]] == [len(FIVE) + 512 * blocks + 1024 * number for number in range(5)]
+    # The last member ends after its header and one block of text.
+    assert reader.end == len(FIVE) + 512 * blocks + 5 * 1024
+
+
 def test_garbage_after_the_end_is_told() -> None:
     found, error, _ = read(FIVE + b"garbage" * 100)
     assert len(found) == 5
