@@ -116,8 +116,8 @@ def _write(out: Path, plan: DatasetPlan) -> None:
     from treadle.launch.report import Bar, console
 
     began_s = time.monotonic()
-    with Bar("writing samples", None) as bar:
-        train, held_out = write_dataset(out / "shards", plan, lambda done, total: bar.at(done, f"of {total}"))
+    with Bar("writing samples", plan.samples) as bar:
+        train, held_out = write_dataset(out / "shards", plan, lambda done, total: bar.at(done))
     size_mb = sum(path.stat().st_size for path in (*train, *held_out)) / 1e6
     from rich.table import Table
 

@@ -52,6 +52,11 @@ class DatasetPlan:
     seed: int = 0
     """Keys the scenes, the split and their order."""
 
+    @property
+    def samples(self) -> int:
+        """Samples of all shards."""
+        return sum(getattr(self, f"{prefix}{kind.value}s") for kind in Kind for prefix in ("", "held_out_"))
+
     def __post_init__(self) -> None:
         for kind in Kind:
             name = f"{kind.value}s"
@@ -80,8 +85,14 @@ class Scene:
         if self.language:
             files[f"{self.language}.txt"] = caption(self.kind, self.attributes, self.language).encode()
         files[self.extension] = content
-        group = f"{self.kind.value} {' '.join(map(str, self.attributes))}"
-        files["relations.json"] = json.dumps({"group": group}).encode()
+        relations: dict[str, object] = {"group": f"{self.kind.value} {' '.join(map(str, self.attributes))}"}
+        if self.language:
+            # The second caption attracts the first one alone, and by it finds the content: few samples have one, and what a picture
+            # should look for is better learned from the many.
+            second = f"{self.language}.txt"
+            pairs = (("txt", self.extension), ("txt", second))
+            relations["attract"] = [[a, b, 1.0] for one, other in pairs for a, b in ((one, other), (other, one))]
+        files["relations.json"] = json.dumps(relations).encode()
         return files
 
 

@@ -130,6 +130,7 @@ class Bar:
         self._progress: Progress | None = None
         self._began_s = self._told_s = time.monotonic()
         self._done = 0
+        self._note = ""
         self._told = -1
 
     def __enter__(self) -> Self:
@@ -160,12 +161,13 @@ class Bar:
     def at(self, done: int, note: str = "") -> None:
         """Says how far it is, and something about it."""
         self._done = done
+        self._note = note or self._note
         if self._progress is not None:
             self._progress.update(self._task, completed=done)
             if note:
                 self._progress.update(self._task, note=note)
         elif time.monotonic() - self._told_s >= self.LINE_S:
-            self._line(note)
+            self._line(self._note)
 
     def say(self, text: str) -> None:
         """A line of its own, above the bar."""

@@ -59,10 +59,13 @@ def _settings(config: Path | None, resume: Path | None, parameters: dict[str, An
     if resume is not None:
         checkpoint = find_checkpoint(resume)
         if config is None:
-            folder = resume if resume.is_dir() else checkpoint.parent.parent
+            folder = checkpoint.parent.parent
             config = folder / CONFIG_NAME
             if not config.is_file():
                 raise ConfigError(f"{config}: no configuration beside the checkpoint: name the TOML file of the run as well")
+            if not any(leaf.name == "output" for leaf, _ in given):
+                # Where the run lies now, which may not be where it began.
+                given.append((by_name["output"], str(folder)))
     settings = configuration(RunSettings, config, given)
     if checkpoint is None and settings.trainer.resume is not None:
         checkpoint = find_checkpoint(Path(settings.trainer.resume))
@@ -94,7 +97,7 @@ def _start(settings: RunSettings, checkpoint: Path | None) -> None:
     elif checkpoint is None:
         refuse_used(settings.output)
     if role == "launcher":
-        workers.start_ranks(settings.workers, _rank_arguments(settings, checkpoint), STOPPED_VARIABLE)
+        workers.start_ranks(settings.workers, lambda folder: _rank_arguments(settings, checkpoint, folder), STOPPED_VARIABLE)
         return
     train_here(settings, checkpoint)
 
@@ -122,14 +125,12 @@ def _latest_of(output: Path) -> Path | None:
         return None  # it failed before its first checkpoint
 
 
-def _rank_arguments(settings: RunSettings, checkpoint: Path | None) -> list[str]:
-    """The command that every rank runs: the resolved configuration, in a file beside the run."""
-    from treadle.launch.files import make_folder, write_text
+def _rank_arguments(settings: RunSettings, checkpoint: Path | None, folder: Path) -> list[str]:
+    """The command that every rank runs: the configuration with all flags in it, in a file of `folder`."""
+    from treadle.launch.files import write_text
     from treadle.launch.toml_text import to_tree, toml_text
 
-    make_folder(settings.output)
-    # A name per node: nodes may share the folder.
-    path = settings.output / f".ranks-{settings.workers.node_rank}.toml"
+    path = folder / "ranks.toml"
     write_text(path, toml_text(to_tree(settings)))
     verbose = ["-v"] if logging.getLogger().isEnabledFor(logging.INFO) else []
     return [*verbose, "train", str(path), *(["--resume", str(checkpoint)] if checkpoint is not None else [])]
@@ -172,4 +173,4 @@ def _tell(settings: RunSettings, result: "Any") -> None:
     click.echo(f"  metrics      {output / 'metrics.jsonl'}")
     click.echo(f"  curves       tensorboard --logdir {shlex.quote(str(output / 'tensorboard'))}")
     click.echo(f"  config       {output / 'config.toml'}")
-    click.echo(f"  go on with   {resume_command(output)} --trainer.schedule.steps N")
+    click.echo(f"  go on with   {resume_command(output)} --steps {2 * result.step}")

@@ -94,7 +94,8 @@ class Run:
                 self._held_out = HeldOut.read(settings.held_out, settings.trainer) if settings.held_out.sources else None
                 make_folder(settings.output)
                 make_folder(settings.output / FOLDER)
-            config = replace(settings.trainer, mesh=mesh, resume=self._resume or settings.trainer.resume, progress=None)
+            resume = self._resume or settings.trainer.resume
+            config = replace(settings.trainer, mesh=mesh, resume=resume, init=None if resume else settings.trainer.init, progress=None)
             stream = stack.enter_context(_opened(settings, world.rank, world.size))
             self._trainer = trainer = stack.enter_context(Trainer(config))
             if trainer.stream_state is not None:
@@ -109,6 +110,8 @@ class Run:
             total = settings.trainer.schedule.steps
             self._bar = stack.enter_context(Bar("training", total, quiet=self._quiet or not first))
             self._bar.at(trainer.steps_done)
+            if trainer.steps_done >= total:
+                self._bar.say(f"{resume} is at step {trainer.steps_done} and the schedule ends at {total}: raise it with --steps to go on")
             return self._train(stream)
 
     def _train(self, stream: "_Batches") -> RunResult:
@@ -221,8 +224,10 @@ def summary(result: HeldOutResult, objective: Objective) -> str:
     """An evaluation in one line."""
     text = f"held-out loss {result.loss:.4g}"
     if objective is not Objective.MASKED and result.pairs:
-        shown = ", ".join(f"{a} to {b} {100 * pair.recall[1]:.0f} %" for (a, b), pair in result.pairs.items())
-        text += f"; recall@1 {shown}"
+        # Of the kind that asks most, which is captions as a rule; the table at the end has all.
+        most = max(result.pairs, key=lambda pair: result.pairs[pair].queries)[0]
+        shown = ", ".join(f"{found} {100 * pair.recall[1]:.0f}" for (query, found), pair in result.pairs.items() if query == most)
+        text += f"; recall@1 in percent, {most} to {shown}; {100 * (result.mean_recall or 0):.1f} over all pairs"
     return text
 
 

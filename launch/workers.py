@@ -5,7 +5,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -63,11 +63,14 @@ def processes_here(settings: WorkerSettings) -> int:
     return settings.processes or max(1, count_gpus())
 
 
-def start_ranks(settings: WorkerSettings, arguments: Sequence[str], stopped_variable: str) -> None:
+def start_ranks(settings: WorkerSettings, arguments: Callable[[Path], Sequence[str]], stopped_variable: str) -> None:
     """Runs `treadle ARGUMENTS` once per process through PyTorch's elastic launcher, and waits for all of them.
 
     The launcher passes SIGINT and SIGTERM on to every rank and waits for it to save. Ranks tell a stop that went well by a file, whose
     name `stopped_variable` holds for them: the launcher itself only knows that it was interrupted.
+
+    Args:
+        arguments: given a folder that lasts as long as the ranks, what they are called with.
 
     Raises:
         RankFailedError: a rank failed; its own message stands above.
@@ -94,7 +97,7 @@ def start_ranks(settings: WorkerSettings, arguments: Sequence[str], stopped_vari
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SAVING_S))
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes_here(settings))))
         try:
-            elastic_launch(config, sys.executable)("-m", "treadle.launch", *arguments)
+            elastic_launch(config, sys.executable)("-m", "treadle.launch", *arguments(Path(folder)))
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
             raise RankFailedError(f"rank {rank} failed with exit code {failure.exitcode}: its message stands above") from error

@@ -13,17 +13,26 @@ from typing import Any, Generic, Self, TypeVar, cast
 import torch
 from torch import nn
 
-from treadle.model.accumulate import GradientsAccumulator, WeightedGradientsAccumulator
+from treadle.model.accumulate import (
+    AccumulatedGradients,
+    GradientsAccumulator,
+    WeightedAccumulationState,
+    WeightedGradientsAccumulator,
+)
 from treadle.model.record_contract import TrainableParameterContract
 from treadle.model.record_core import Accumulator, Kind, Snapshot, land, put_back, read_file, take, write_file
 from treadle.model.record_parts import Scheduler
 
 __all__ = [
+    "AccumulatedGradients",
+    "GradientsAccumulator",
     "ModelStateTrainingRecord",
     "RestoredTraining",
     "RestoredWeightedTraining",
     "TrainableParameterContract",
     "TrainingRecord",
+    "WeightedAccumulationState",
+    "WeightedGradientsAccumulator",
 ]
 
 M = TypeVar("M", bound=nn.Module)

@@ -90,6 +90,20 @@ def device_copy(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
+def require_components(model: object, optimizer: object, scheduler: object) -> None:
+    """Checks what a capture or a restore was given.
+
+    Raises:
+        ValueError: one is of another type.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is a {type(model).__name__}: it must be a torch.nn.Module")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(f"optimizer is a {type(optimizer).__name__}: it must be a torch.optim.Optimizer")
+    if scheduler is not None and not (hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict")):
+        raise ValueError(f"scheduler is a {type(scheduler).__name__}: it must have state_dict and load_state_dict, or be None")
+
+
 def take(
     kind: Kind,
     model: nn.Module,
@@ -108,8 +122,10 @@ def take(
         blocking: whether the copies are on the host when this returns; otherwise `land` fetches them.
 
     Raises:
-        ValueError: the accumulator is of the other kind, holds a gradient of something that is not recorded, or a value cannot be held.
+        ValueError: a component is of another type, the accumulator is of the other kind or holds a gradient of something that is not
+            recorded, or a value cannot be held.
     """
+    require_components(model, optimizer, scheduler)
     weighted = kind.startswith("weighted")
     if not isinstance(accumulator, WeightedGradientsAccumulator if weighted else GradientsAccumulator):
         wanted = "WeightedGradientsAccumulator" if weighted else "GradientsAccumulator"
@@ -170,6 +186,7 @@ def put_back(
     Raises:
         ValueError: something differs from what was captured; nothing was written.
     """
+    require_components(model, optimizer, scheduler)
     structure, kind = snapshot.structure, snapshot.structure["kind"]
     recorded = snapshot.model_tensors()
     differences = model_differences(structure["model"], recorded, model, names)

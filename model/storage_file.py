@@ -393,5 +393,9 @@ def _sync_folder(folder: Path) -> None:
 
 def _unwritable(path: str | Path, error: OSError) -> UnwritableFileError:
     folder = Path(path).parent
-    why = f"there is no folder {folder}" if isinstance(error, FileNotFoundError) and not folder.is_dir() else (error.strerror or str(error)).lower()
+    why = (
+        f"there is no folder {folder}"
+        if isinstance(error, FileNotFoundError) and not folder.is_dir()
+        else (error.strerror or str(error)).lower()
+    )
     return UnwritableFileError(path, f"cannot be written: {why}; what was there before is untouched. Free space or choose another folder")

@@ -251,7 +251,11 @@ class BatchShape:
         """Whether items of `modality` take part; text always does."""
         if modality is Modality.TEXT:
             return True
-        slices = {Modality.IMAGE: self.image, Modality.VIDEO: self.video, Modality.AUDIO: self.audio}
+        slices: dict[Modality, ImageShape | VideoShape | AudioShape] = {
+            Modality.IMAGE: self.image,
+            Modality.VIDEO: self.video,
+            Modality.AUDIO: self.audio,
+        }
         return slices[modality].live
 
     @property

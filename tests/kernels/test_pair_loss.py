@@ -175,6 +175,22 @@ def test_extreme_scores_in_fp32(form: PairForm, spread: float) -> None:
     torch.testing.assert_close(scores.grad.double(), double.grad, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("height", [-3000.0, -95.0, 95.0, 3000.0])
+def test_ranked_rows_far_from_zero(height: float) -> None:
+    """Row 0 attracts two, row 1 one, row 2 none: what a row lacks of the passes must not meet its scores, whose height changes nothing."""
+    named = make_named(3, {(0, 0): (1.0, 0.0), (0, 1): (2.0, 0.0), (1, 2): (1.0, 0.0)})
+    pairs = PairRows(torch.full((3,), -1), torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64), named, 1.0)
+    # Multiples of 1/4 are exact in fp32 at every height.
+    low = torch.tensor([[0.0, 1.0, 2.25, -1.0], [3.0, 0.5, 0.0, 1.0], [1.0, 1.0, 0.25, 2.0]])
+    scores = (low + height).requires_grad_()
+    loss = row_loss(scores, pairs, form="ranked")
+    torch.autograd.backward(loss)
+    rows = [([1.0, 2.0, 0.0, 0.0], [0.0, 0.0, 1.0, 1.0]), ([0.0, 0.0, 1.0, 0.0], [1.0, 1.0, 0.0, 1.0])]
+    expected = sum(oracle_row(s, a, r, "ranked") for s, (a, r) in zip(low.tolist(), rows, strict=False))
+    assert loss.item() == pytest.approx(expected, rel=1e-6)
+    assert scores.grad is not None and bool(torch.isfinite(scores.grad).all()) and not scores.grad[2].any()
+
+
 def diagonal(count: int) -> PairRows:
     """Anchor i of a first tower attracts candidate i of a second and repels the others, as between two modalities."""
     named = make_named(count, {(i, i): (1.0, 0.0) for i in range(count)})

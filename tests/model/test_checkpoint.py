@@ -303,6 +303,18 @@ def test_a_stopped_resume_makes_no_trainer(saved: Path, tiny: Tiny) -> None:
         Trainer(tiny(**JOINT, resume=saved, progress=lambda done, total: False))
 
 
+def test_wrong_arguments_of_a_save_are_refused(tmp_path: Path, tiny: Tiny) -> None:
+    with Trainer(tiny()) as trainer:
+        for given, message in (
+            ({"progress_steps": -1}, "progress_steps is -1"),
+            ({"progress": 3}, "progress is 3: it must be called"),
+            ({"stream": 3}, "stream is 3: it must be a stream"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                trainer.save(tmp_path / "a", **given)  # type: ignore[arg-type]  # what a user may try
+    assert not any(tmp_path.iterdir())
+
+
 def test_a_failed_save_says_why_and_training_goes_on(tmp_path: Path, tiny: Tiny, batches: list[PackedBatch]) -> None:
     with Trainer(tiny()) as trainer:
         with pytest.raises(UnwritableFileError, match="there is no folder"):
@@ -364,6 +376,10 @@ def test_edited_entries_are_refused_with_what_differs(saved: Path, tmp_path: Pat
         merged = {name: value for name, value in (tensors | changed).items() if value is not None}
         write_tensors(bad, merged, metadata)
         with pytest.raises(ValueError, match=message):
+            Trainer(tiny(**JOINT, resume=bad))
+    for world_size, message in (("0", "world_size is '0'"), (str(2**24), "whole number up to 131072")):
+        write_tensors(bad, tensors, metadata | {"world_size": world_size})
+        with pytest.raises(DamagedFileError, match=message):
             Trainer(tiny(**JOINT, resume=bad))
     write_tensors(bad, tensors, metadata | {"config": "{"})
     with pytest.raises(DamagedFileError, match="its configuration cannot be read"):

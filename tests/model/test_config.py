@@ -23,6 +23,13 @@ def test_masking_derives_what_is_zero() -> None:
     assert (shown.replace_fraction, shown.random_fraction, shown.video_mask_ratio, shown.text_weight) == (0.8, 0.1, 0.75, 1.0)
 
 
+def test_random_bytes_take_what_a_given_replacement_leaves() -> None:
+    shown = Masking(replace_fraction=1.0).resolved()
+    assert (shown.replace_fraction, shown.random_fraction) == (1.0, 0.0)
+    assert shown.resolved() == shown
+    assert Masking(replace_fraction=0.95).resolved().random_fraction == pytest.approx(0.05)
+
+
 @pytest.mark.parametrize(
     ("form", "start"),
     [
@@ -48,7 +55,15 @@ def test_late_interaction_derives_from_the_batch() -> None:
     ("build", "message"),
     [
         (lambda: Masking(token_mask_probability=1.5), "token_mask_probability is 1.5"),
-        (lambda: Masking(replace_fraction=0.95), "add up to more than 1"),
+        (lambda: Masking(replace_fraction=0.95, random_fraction=0.1), "add up to more than 1"),
+        (lambda: Masking(text_weight=10**400), "text_weight is a number of no use: it must lie between 0"),
+        (lambda: Contrastive(ambient_repulsion_weight=1e39), "must lie between 0 and 3.4"),
+        (lambda: Contrastive(matryoshka_dimensions=64), "matryoshka_dimensions is 64: it must be a tuple"),
+        (lambda: _config(resume=True), "resume is True: it must be the path"),
+        (lambda: _config(init=b"x"), "init is b'x': it must be the path"),
+        (lambda: _config(mesh="here"), "mesh is 'here': it must be a Mesh"),
+        (lambda: _config(progress=3), "progress is 3: it must be called"),
+        (lambda: _config(precision=["fp32"]), "precision is"),
         (lambda: Contrastive(matryoshka_dimensions=(64, 32)), "strictly ascending"),
         (lambda: Contrastive(matryoshka_dimensions=(12,)), "multiple of 8"),
         (lambda: Contrastive(inverse_temperature=float("nan")), "finite number"),

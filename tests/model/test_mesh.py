@@ -167,6 +167,12 @@ def test_options_are_checked(tmp_path: Path) -> None:
         MeshOptions(host_domain_index=2, host_domain_count=2, directory=tmp_path)
     with pytest.raises(ValueError, match="directory is None"):
         MeshOptions(host_domain_count=2)
+    with pytest.raises(ValueError, match="directory is 3: it must be the path of a folder"):
+        MeshOptions(directory=3)  # type: ignore[arg-type]  # what a user may try
+    with pytest.raises(ValueError, match="job is 3: it must be a str"):
+        MeshOptions(job=3)  # type: ignore[arg-type]  # what a user may try
+    with pytest.raises(ValueError, match="collective_timeout_s is 1e\\+20: it must lie between"):
+        MeshOptions(collective_timeout_s=1e20)
     with pytest.raises(ValueError, match=r"job is '\.\./other'"):
         Mesh.bootstrap(MeshOptions(host_domain_count=2, directory=tmp_path, job="../other"))
 

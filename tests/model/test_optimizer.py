@@ -141,6 +141,16 @@ def test_clipping_scales_to_the_bound_and_leaves_small_gradients() -> None:
     assert not flat.gradients.any()
 
 
+def test_the_norm_of_many_elements_is_exact() -> None:
+    # 3 M elements of 1e-3, and one that no block holds: 1e-3 sqrt(3e6 + 1). A block rounds its 4096 additions, at most 4096 2^-24 / 2 of it.
+    module = nn.Module()
+    module.p = nn.Parameter(torch.zeros(3_000_001))
+    flat = FlatParameters(module)
+    flat.gradients[:3_000_001] = 1e-3
+    assert float(flat.norm()) == pytest.approx(1e-3 * math.sqrt(3_000_001), rel=1.3e-4)
+    assert flat.norm().dtype == torch.float32
+
+
 def test_masters_must_be_fp32() -> None:
     with pytest.raises(ValueError, match="master weights are fp32"):
         FlatParameters(nn.Linear(2, 2).to(torch.bfloat16))

@@ -228,7 +228,12 @@ def _save_and_resume(mesh: Mesh, folder: Path) -> dict[str, Any]:
     with Trainer(replace(config, resume=path)) as trainer:
         resumed = trainer.step(third).stats
         same = all(torch.equal(p, weights[name]) for name, p in trainer.network.named_parameters())
-    return {"same": same, "equal": resumed == expected, "loss": resumed.loss, "norm": resumed.gradient_norm}
+    try:
+        Trainer(replace(config, resume=path if mesh.rank == 0 else folder / "nowhere"))
+        told = ""
+    except (ValueError, PeerRefusedError) as error:
+        told = str(error)
+    return {"same": same, "equal": resumed == expected, "loss": resumed.loss, "norm": resumed.gradient_norm, "missing": told}
 
 
 def main(folder: Path, world_size: int, rank: int) -> None:
@@ -314,6 +319,12 @@ def test_what_one_rank_cannot_take_is_told_to_all(launched: Callable[[int], Path
         assert told[2] == "1"
     assert "rank 1 could not take its batch" in first[1]
     assert "max_rows_per_device is 5, the trainer's 4" in second[1]
+
+
+def test_a_checkpoint_that_one_rank_cannot_read_starts_no_rank(launched: Callable[[int], Path]) -> None:
+    first, second = (_out(launched(2), rank, "resume")["missing"] for rank in range(2))
+    assert first == "rank 1 could not read its checkpoint, see its own error: no rank starts"
+    assert second.endswith("nowhere: there is no such file; check the path")
 
 
 def test_a_world_resumes_bit_for_bit_and_another_world_size_takes_the_window_over(launched: Callable[[int], Path]) -> None:

@@ -218,6 +218,26 @@ def test_a_restore_names_the_one_that_matches(made: str) -> None:
         getattr(TrainingRecord, f"capture{suffix}")(loop.model, loop.optimizer, loop.scheduler, wrong, 1)
 
 
+def test_components_of_another_type_are_refused() -> None:
+    loop = Loop("sgd", "step", False, False)
+    given: dict[str, Any] = {"model": loop.model, "optimizer": loop.optimizer, "scheduler": loop.scheduler}
+    record = TrainingRecord.capture(**given, accumulator=loop.accumulator, state=None)
+    for name in given:
+        wrong = given | {name: 3}
+        with pytest.raises(ValueError, match=f"{name} is a int: it must"):
+            TrainingRecord.capture(**wrong, accumulator=loop.accumulator, state=None)
+        with pytest.raises(ValueError, match=f"{name} is a int: it must"):
+            record.restore(**wrong)
+
+
+def test_the_module_holds_every_name_of_a_record() -> None:
+    from treadle.model import accumulate, record
+
+    for name in ("AccumulatedGradients", "GradientsAccumulator", "WeightedAccumulationState", "WeightedGradientsAccumulator"):
+        assert getattr(record, name) is getattr(accumulate, name)
+        assert name in record.__all__
+
+
 def test_restore_keeps_the_targets_types() -> None:
     loop = Loop("adam", "none", False, True)
     loop.run(4)

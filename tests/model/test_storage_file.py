@@ -254,6 +254,18 @@ def test_killed_writers_leave_a_whole_file_and_their_leftovers_go(tmp_path: Path
     assert os.listdir(tmp_path) == [path.name]
 
 
+def test_a_pipe_is_no_file_and_nobody_waits_for_its_writer(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for read in (read_tensors, read_metadata):
+        with pytest.raises(StorageFileError, match="is a pipe"):
+            read(tmp_path / "pipe")
+
+
+def test_a_name_that_no_folder_takes_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UnwritableFileError, match="cannot be written: file name too long"):
+        write_tensors(tmp_path / ("x" * 300), {}, {})
+
+
 def test_a_read_only_folder_is_named(tmp_path: Path) -> None:
     if os.geteuid() == 0:
         target = Path("/proc/treadle")  # root writes through permissions; nobody creates files here

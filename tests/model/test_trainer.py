@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -369,6 +370,20 @@ def test_edges_groups_and_token_capacities_are_refused(tiny: Tiny, shape: BatchS
     ):
         with Trainer(tiny(late_interaction=late)) as trainer, pytest.raises(ValueError, match=message):
             trainer.step(sided)
+
+
+def test_a_closed_trainer_says_so(tiny: Tiny, tmp_path: Path) -> None:
+    trainer = Trainer(tiny())
+    trainer.close()
+    for call in (lambda: trainer.step(None), lambda: trainer.save(tmp_path / "a")):
+        with pytest.raises(RuntimeError, match="this trainer was closed"):
+            call()
+
+
+def test_a_device_must_be_one(tiny: Tiny) -> None:
+    for device in (True, 3, "abacus"):
+        with pytest.raises(ValueError, match=r"TrainerConfig.device is .* must be a device"):
+            Trainer(tiny(device=device))
 
 
 def test_wrong_types_are_refused(tiny: Tiny) -> None:
