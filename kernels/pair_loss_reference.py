@@ -215,7 +215,9 @@ class _PairLoss(torch.autograd.Function):
                 loss_M[slab] += loss_B
                 if not any(ctx.needs_input_grad):
                     continue
-                by_bias_M[slab] += by_score_BN.sum(1)
+                # RANKED scores differences, which a bias does not change: what rounding leaves of this sum would make Adam walk.
+                if form != "ranked":
+                    by_bias_M[slab] += by_score_BN.sum(1)
                 # <scaled, dL/dscaled> = sum_j g_ij (s_ij - b): the gradient of the log scale needs no pass over the tile.
                 by_scaled_BW = by_score_BN @ unit_y_NW
                 by_log_scale_M[slab] += (scaled_BW * by_scaled_BW).sum(1)

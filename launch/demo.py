@@ -19,8 +19,11 @@ if TYPE_CHECKING:
     from treadle.launch.settings import RunSettings
     from treadle.launch.training import RunResult
 
-TRAINING_S = 150.0
+TRAINING_S = 180.0
 """What the steps of an unhurried demo may take; how many that is depends on the machine."""
+
+LIMIT_S = 270.0
+"""When an unhurried demo stops training whatever its plan was: a machine may get busier than it was when a step was timed."""
 
 LEAST_STEPS, MOST_STEPS = 200, 800
 TIMED_STEPS = 3
@@ -96,7 +99,9 @@ def run_demo(out: Path, plan: DatasetPlan, *, steps: int | None, device: str | N
     if steps is None:
         steps = max(LEAST_STEPS, min(MOST_STEPS, int(TRAINING_S / step_s) // 20 * 20))
         click.echo(f"A step takes {step_s:.2f} s here: training {steps} of them, about {steps * step_s:.0f} s.")
-    settings = demo_settings(out, steps, device)
+        settings = replace(demo_settings(out, steps, device), stop_after_s=max(30.0, LIMIT_S - (time.monotonic() - began_s)))
+    else:
+        settings = demo_settings(out, steps, device)
     result = _train(settings)
     if result is None:
         return
@@ -166,7 +171,7 @@ def _train(settings: "RunSettings") -> "RunResult | None":
 
     with StopRequest() as stop:
         result = Run(settings, stop=stop).run()
-    if result.stopped:
+    if result.interrupted:
         click.echo(f"stopped by {result.stopped} after step {result.step}; everything is saved in {result.last}")
         click.echo(f"resume with: {resume_command(settings.output)}")
         return None

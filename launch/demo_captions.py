@@ -1,4 +1,4 @@
-"""What the demo's captions say, in six scripts: one word list a language, one template a kind of content.
+"""What the demo's captions say, in four scripts: one word list a language, one template a kind of content.
 
 A caption is a function of its scene's attributes alone, so that two scenes of the same attributes read the same.
 """
@@ -35,8 +35,6 @@ class Language:
     place: str
     direction: str
     pace: str
-    moving: str = ""
-    """The verb, where it agrees with the shape."""
     voice: str
     pitch: str
     contour: str
@@ -78,40 +76,6 @@ LANGUAGES: dict[str, Language] = {
         picture="{size} {colour} {shape}, {place}",
         clip="{colour} {shape} κινείται {direction} {pace}",
         sound="{pitch} {voice}, {contour}, {beats} {pace}",
-    ),
-    "ru": Language(
-        genders="00001022",
-        shape="круг,квадрат,треугольник,ромб,звезда,крест,кольцо,сердце",
-        colour="красный/красная/красное,оранжевый/оранжевая/оранжевое,жёлтый/жёлтая/жёлтое,зелёный/зелёная/зелёное,"
-        "синий/синяя/синее,лиловый/лиловая/лиловое,чёрный/чёрная/чёрное,белый/белая/белое",
-        size="малый/малая/малое,большой/большая/большое",
-        place="вверху слева,вверху,вверху справа,слева,в центре,справа,внизу слева,внизу,внизу справа",
-        direction="влево,вправо,вверх,вниз",
-        pace="медленно,быстро",
-        voice="свист,гул,звон",
-        pitch="густой,низкий,средний,высокий,резкий",
-        contour="ровный,восходящий,нисходящий",
-        beats="один удар,два удара,три удара,четыре удара,пять ударов",
-        picture="{size} {colour} {shape}, {place}",
-        clip="{colour} {shape} движется {direction} {pace}",
-        sound="{pitch} {voice}, {contour}, {beats} {pace}",
-    ),
-    "ar": Language(
-        genders="10001010",
-        shape="دائرة,مربع,مثلث,معين,نجمة,صليب,حلقة,قلب",
-        colour="أحمر/حمراء,برتقالي/برتقالية,أصفر/صفراء,أخضر/خضراء,أزرق/زرقاء,بنفسجي/بنفسجية,أسود/سوداء,أبيض/بيضاء",
-        size="صغير/صغيرة,كبير/كبيرة",
-        place="أعلى اليسار,الأعلى,أعلى اليمين,اليسار,الوسط,اليمين,أسفل اليسار,الأسفل,أسفل اليمين",
-        direction="يسارا,يمينا,صعودا,نزولا",
-        pace="ببطء,بسرعة",
-        moving="يتحرك/تتحرك",
-        voice="صفير,أزيز,رنين",
-        pitch="عميق,منخفض,متوسط,مرتفع,حاد",
-        contour="ثابت,صاعد,هابط",
-        beats="نبضة واحدة,نبضتان,ثلاث نبضات,أربع نبضات,خمس نبضات",
-        picture="{shape} {colour} {size}، {place}",
-        clip="{shape} {colour} {moving} {direction} {pace}",
-        sound="{voice} {pitch}، {contour}، {beats} {pace}",
     ),
     "hi": Language(
         genders="00000000",
@@ -163,7 +127,5 @@ def caption(kind: Kind, attributes: tuple[int, ...], language: str = "en") -> st
         return forms[gender] if len(forms) > 1 else forms[0]
 
     parts = {axis: word(axis, value) for axis, value in named.items()}
-    if words.moving:
-        parts["moving"] = word("moving", 0)
     template: str = getattr(words, kind.value)
     return template.format(**parts)

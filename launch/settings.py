@@ -142,6 +142,8 @@ class RunSettings:
     """Steps between checkpoints; the end of a run always makes one."""
     keep: int = 2
     """Checkpoints that are kept, the newest; the best one is kept besides."""
+    stop_after_s: float = 0.0
+    """Seconds after which the run saves and ends, as on SIGTERM; 0 is no limit. For machines that are lent for a time."""
     evaluate_every: int = 0
     """Steps between evaluations on the held-out samples; 0 evaluates at the end alone."""
 
@@ -150,6 +152,7 @@ class RunSettings:
         require_count("RunSettings", "save_every", self.save_every, 1)
         require_count("RunSettings", "keep", self.keep, 1)
         require_count("RunSettings", "evaluate_every", self.evaluate_every, 0)
+        require_number("RunSettings", "stop_after_s", self.stop_after_s, 0)
         if not self.data.sources and not self.data.packed:
             raise ValueError("data.sources is empty: name the tar shards to train on, or packed batches as data.packed")
         if self.evaluate_every and not self.held_out.sources:

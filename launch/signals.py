@@ -13,10 +13,18 @@ class StopRequest:
         self._asked = threading.Event()
         self._before: dict[int, object] = {}
         self.name = ""
-        """The signal that asked."""
+        """Who asked: the signal's name, as a rule."""
+        self.urgent = False
+        """Whether it was a signal: who sends one waits for the process to end."""
 
     def __bool__(self) -> bool:
         return self._asked.is_set()
+
+    def ask(self, why: str) -> None:
+        """Asks to stop, as a signal would."""
+        if not self._asked.is_set():
+            self.name = why
+            self._asked.set()
 
     def __enter__(self) -> Self:
         # Handlers belong to the main thread; elsewhere (a notebook's worker) nothing is listened to.
@@ -34,5 +42,5 @@ class StopRequest:
         del frame
         if self._asked.is_set() and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.name = signal.Signals(number).name
-        self._asked.set()
+        self.ask(signal.Signals(number).name)
+        self.urgent = True

@@ -34,7 +34,9 @@ class RunResult:
 
     step: int
     stopped: str
-    """The signal that stopped it; empty where it ran to its end."""
+    """What stopped it, a signal as a rule; empty where it ran to its end."""
+    interrupted: bool
+    """Whether that was a signal, so that whoever sent it waits for this process."""
     last: Path
     best: Path | None
     best_step: int | None
@@ -115,17 +117,20 @@ class Run:
             return self._train(stream)
 
     def _train(self, stream: "_Batches") -> RunResult:
-        trainer, began_s = self._trainer, time.monotonic()
+        trainer = self._trainer
+        self._began_s = began_s = time.monotonic()
         self._meter = _Meter(began_s)
         self._result: HeldOutResult | None = None
         self._evaluated_step = -1
         trainer.fit(self._metered(stream), on_step=self._on_step)
-        if not self._stop:
+        if not self._stop.urgent:
             self._evaluate()
         self._checkpoints.save(trainer)
+        unfinished = trainer.steps_done < self.settings.trainer.schedule.steps
         return RunResult(
             step=trainer.steps_done,
-            stopped=self._stop.name if self._stop and trainer.steps_done < self.settings.trainer.schedule.steps else "",
+            stopped=self._stop.name if self._stop and unfinished else "",
+            interrupted=self._stop.urgent and unfinished,
             last=self._checkpoints.last,
             best=self._checkpoints.best,
             best_step=self._checkpoints.best_step,
@@ -158,6 +163,8 @@ class Run:
             self._evaluate()
         if step % settings.save_every == 0:
             self._checkpoints.save(trainer)
+        if settings.stop_after_s and time.monotonic() - self._began_s > settings.stop_after_s:
+            self._stop.ask(f"stop_after_s {settings.stop_after_s:g}")
         return not self._stop
 
     def _write_row(self, result: StepResult) -> None:

@@ -17,7 +17,7 @@ from typing import Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -29,13 +29,13 @@ from treadle.model.layout import BatchLayout
 from treadle.model.network import Network
 from treadle.pipeline import PackedBatch, Packer, StepItems
 from treadle.pipeline.bag import DecodedBag, decode_bag
-from treadle.pipeline.columns import Tape
+from treadle.pipeline.columns import Tape, content_list
 from treadle.shape import MAX_CHOICES_PER_ITEM, Modality, require_count
 
-Content = bytes | bytearray | memoryview | str
+Content = bytes | bytearray | memoryview | NDArray[np.uint8] | str
 """One item's bytes; a string is its UTF-8."""
 
-Contents = Sequence[Content] | tuple[NDArray[np.uint8], NDArray[np.int64]]
+Contents = Sequence[Content] | tuple[bytes | NDArray[np.uint8], ArrayLike]
 """Contents in a list, or back to back as a `(data, offsets)` tape."""
 
 OnError = Literal["raise", "nan"]
@@ -254,8 +254,9 @@ def _taken(packer: Packer) -> tuple[PackedBatch, list[int]]:
 def _listed(contents: Contents) -> list[bytes]:
     if isinstance(contents, bytes | bytearray | memoryview | str):
         raise ValueError("contents is one content: give a list of them, or a (data, offsets) tape")
-    if isinstance(contents, tuple) and len(contents) == 2:
-        data, offsets = contents
-        if isinstance(data, np.ndarray) and isinstance(offsets, np.ndarray):
-            return [data[a:b].tobytes() for a, b in pairwise(offsets.tolist())]
-    return [c.encode() if isinstance(c, str) else bytes(c) for c in contents if not isinstance(c, np.ndarray)]
+    if isinstance(contents, tuple) and len(contents) == 2 and not isinstance(contents[1], bytes | bytearray | memoryview | str):
+        tape = content_list(contents, max(0, np.size(contents[1]) - 1))
+        assert isinstance(tape, Tape)
+        return [tape.data[a:b].tobytes() for a, b in pairwise(tape.offsets.tolist())]
+    entries = [c.encode() if isinstance(c, str) else c for c in contents]
+    return [bytes(c) for c in content_list(entries, len(entries))]

@@ -96,4 +96,7 @@ def late_interaction_sum(
     scores_QN = maxsim(head(states_PD[query_T]), head(states_PD[document_K]), query_offsets_Q1, document_offsets_N1)
     group_Q = layout.temperature_group_S[sides.query_Q]
     scale_Q1 = temperatures.log_scale_G[group_Q].exp()[:, None]
-    return row_loss(scores_QN * scale_Q1 + temperatures.bias_G[group_Q][:, None], sides.pairs, form=pair_form(config.pair_loss))
+    form = pair_form(config.pair_loss)
+    # RANKED scores differences, which a bias does not change: what rounding leaves of its gradient would make Adam walk.
+    bias_G = temperatures.bias_G.detach() if form == "ranked" else temperatures.bias_G
+    return row_loss(scores_QN * scale_Q1 + bias_G[group_Q][:, None], sides.pairs, form=form)

@@ -15,7 +15,7 @@ once the sample is consumed: so a state never knows of what is under way, and no
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
 from treadle.decoders import DecodeOptions
@@ -27,8 +27,10 @@ from treadle.pipeline.prepare import Fetch, Outcome, Place, Preparer, Read, held
 from treadle.pipeline.quarantine import Quarantine
 from treadle.pipeline.readahead import Readahead
 from treadle.pipeline.samples import RawSample, Schema, sample_id
+from treadle.pipeline.shard_counts import ShardCounts
 from treadle.pipeline.shards import ShardError
 from treadle.pipeline.state import Pending, Position, Share, StreamState
+from treadle.pipeline.storage import RetryPolicy
 from treadle.pipeline.text_path import TextPath
 from treadle.pipeline.units import Units
 from treadle.shape import BatchShape
@@ -47,7 +49,14 @@ GROWTH: Final = 4
 STORAGE_KINDS: Final = frozenset({"not_found", "forbidden", "refused", "changed", "not_a_tar", "unreadable"})
 """Faults of the storage, which come and go; the others are damages of what is stored."""
 
+DROUGHT_SAMPLES: Final = 256
+"""Samples in a row without a bag after which it is looked at, again and again, whether a whole epoch has given none; powers of two too."""
+
 OnStreamError = Literal["quarantine", "raise"]
+
+
+class NoSamplesError(ValueError):
+    """A stream without an end read a whole epoch of every source, and nothing in it could become part of a batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +79,7 @@ class FeedConfig:
     threads: int
     processes: int
     on_error: OnStreamError
+    retry: RetryPolicy
 
 
 @dataclass(slots=True)
@@ -79,6 +89,11 @@ class Ledger:
     quarantine: Quarantine
     left_out: Counter[str]
     """Files that the schema or the shape left out, by reason."""
+    shard_counts: ShardCounts = field(default_factory=ShardCounts)
+    """What was skipped or odd in the shards themselves."""
+    unfit_bags: int = 0
+    """Samples whose items could never fit one batch together."""
+    unfit_items: int = 0
     samples: int = 0
     read_bytes: int = 0
     batches: int = 0
@@ -88,6 +103,16 @@ class Ledger:
     worked_s: float = 0.0
     waited_s: float = 0.0
     peak_bytes: int = 0
+
+    def losses(self) -> str:
+        """What did not become part of a batch, in one line; empty where all of it did."""
+        found = [self.quarantine.summary()] if self.quarantine.total else []
+        if self.unfit_bags:
+            found.append(f"{self.unfit_bags} samples ({self.unfit_items} items) can fit no batch of this shape")
+        for name, counts in (("left out", self.left_out), ("in the shards", self.shard_counts.total())):
+            if counts:
+                found.append(f"{name}: " + ", ".join(f"{count} {reason}" for reason, count in counts.most_common()))
+        return "; ".join(found)
 
 
 class Context(NamedTuple):
@@ -108,14 +133,14 @@ class Feed:
     def __init__(self, config: FeedConfig, ledger: Ledger, share: Share | None = None) -> None:
         self._config = config
         self._ledger = ledger
-        self._units = Units(config.urls)
+        self._units = Units(config.urls, world_size=config.world_size, retry=config.retry, counts=ledger.shard_counts)
         self._order = Order(config.plan, self._units, rank=config.rank, world_size=config.world_size)
         self._position = Position(config.plan, config.rank, config.world_size)
         self._packer = Packer(
             config.shape, window=config.window, max_edges=config.max_edges, late_interaction=config.late_interaction,
             seed=config.plan.seed, options=config.options,
         )  # fmt: skip
-        self._preparer = Preparer(config.schema, config.shape, config.options)
+        self._preparer = Preparer(config.schema, config.shape, config.options, config.retry)
         self._text_path = TextPath(config.schema, config.shape, config.options)
         self.ahead: Readahead[Context, Read | Fetch, Outcome] = Readahead(
             self._preparer, threads=config.threads, processes=config.processes, limit_bytes=IN_FLIGHT_BYTES, measure=held_bytes
@@ -125,6 +150,11 @@ class Feed:
         self._decoding = 0
         self._ended: Ended | None = None
         self._finished = False
+        self._endless = config.plan.endless
+        self._without_bag = 0
+        self._drought_from: list[int | None] = []
+        # Only from the start of the data is the first epoch seen whole.
+        self._drought_epochs = 1 if share is None else 2
         self._share = share
         if share is not None:
             self._order.restore(share.lane_draws, share.cursors, share.pools)
@@ -133,6 +163,7 @@ class Feed:
     def close(self) -> None:
         """Joins every thread and process, and lets go of every shard; safe to call again."""
         ahead, ledger = self.ahead, self._ledger
+        self._units.interrupt()
         ahead.close()
         ledger.worked_s += ahead.worked_s
         ledger.waited_s += ahead.waited_s
@@ -146,6 +177,7 @@ class Feed:
 
         Raises:
             ShardError | SampleError | DecodeError: under `on_error="raise"`, with a note that says where.
+            NoSamplesError: nothing of a whole epoch of every source can become part of a batch, and there is no end.
         """
         ledger = self._ledger
         begun, elsewhere_s = time.perf_counter(), self._elsewhere_s()
@@ -259,9 +291,35 @@ class Feed:
         for fault in step.faults:
             self._tell_fault(fault)
         self._tell(place, outcome)
-        if outcome.bag is not None:
+        bag = outcome.bag
+        if bag is not None and bag.lengths:
             token = Pending(*step.key, step.epoch, step.source, step.shard, sample.index, sample.offset, sample.size)
-            self._packer.add_decoded(outcome.bag, token)
+            if self._packer.add_decoded(bag, token):
+                self._without_bag, self._drought_epochs = 0, 2
+                return
+            self._ledger.unfit_bags += 1
+            self._ledger.unfit_items += len(bag.lengths)
+        elif bag is not None:
+            # Its items are counted as dropped with the next batch.
+            self._packer.add_decoded(bag)
+        self._without_bag += 1
+        if self._endless:
+            self._check_drought()
+
+    def _check_drought(self) -> None:
+        """Raises once a whole epoch of every source has given no bag: the next one would not either."""
+        count = self._without_bag
+        if count == 1:
+            self._drought_from = self._position.epochs()
+        if count % DROUGHT_SAMPLES and count & (count - 1):
+            return
+        for begun, epoch in zip(self._drought_from, self._position.epochs(), strict=True):
+            if begun is not None and epoch is not None and epoch < begun + self._drought_epochs:
+                return
+        raise NoSamplesError(
+            f"the last {count} samples, a whole epoch of every source, gave nothing to train on, and epochs=None has no end: "
+            f"{self._ledger.losses() or 'they hold no files'}; check schema, shape and decoder options, or pass epochs"
+        )
 
     def _restore(self) -> None:
         """Reads and decodes the bags that waited, in order, and puts them back where they were."""

@@ -125,6 +125,11 @@ class OrderPlan:
             raise ValueError(f"seed is {self.seed}: it must lie between 0 and 2^64 - 1")
 
     @property
+    def endless(self) -> bool:
+        """Whether samples never end, as long as there are any."""
+        return self.epochs is None or all(source.repeat for source in self.sources)
+
+    @property
     def blended(self) -> bool:
         """Whether lanes choose between sources."""
         return len(self.sources) > 1
@@ -422,9 +427,10 @@ class Order:
 
     def open(self) -> None:
         """Opens the unit that each lane stands in, so that a catalogue that reads ahead begins with all of them at once."""
-        for lane in self._lanes:
-            for sub_lane in lane.sub_lanes:
-                sub_lane.open()
+        sub_lanes = [sub_lane for lane in self._lanes for sub_lane in lane.sub_lanes]
+        # Parts of one shard can then share what the first of them begins to read.
+        for sub_lane in sorted(sub_lanes, key=lambda each: each.next_offset):
+            sub_lane.open()
 
     def close(self) -> None:
         """Lets go of the units being read."""

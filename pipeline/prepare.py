@@ -14,6 +14,7 @@ from treadle.pipeline.bag import DecodedBag, decode_bag
 from treadle.pipeline.order import Held
 from treadle.pipeline.samples import SampleBag, SampleError, Schema
 from treadle.pipeline.shards import RawSample, ShardError
+from treadle.pipeline.storage import RetryPolicy
 from treadle.pipeline.units import read_sample
 from treadle.shape import BatchShape, Modality
 
@@ -81,6 +82,7 @@ class Preparer:
     schema: Schema
     shape: BatchShape
     options: DecodeOptions
+    retry: RetryPolicy | None = None
 
     def label(self, sample: RawSample, place: Place) -> Read | Outcome:
         """The sample's items, or why there are none."""
@@ -98,7 +100,7 @@ class Preparer:
         """The task's outcome."""
         if isinstance(task, Fetch):
             try:
-                sample = task.coming.result() if task.coming is not None else read_sample(task.place.url, task.held)
+                sample = task.coming.result() if task.coming is not None else read_sample(task.place.url, task.held, self.retry)
             except ShardError as error:
                 return Outcome(offset=task.held.offset, failure=error)
             labelled = self.label(sample, task.place)

@@ -5,27 +5,29 @@ names the field. Sample `i` begins at byte `offset` of the unpacked tar and ends
 skipped count to the sample before them. Where reading starts never changes what is read.
 
     storage --> unpack (gz, zst) --> tar members --> runs of one key --> RawSample
+
+Parts of a shard share where its samples begin; one that is packed or remote is unpacked and fetched once for all of them
+(`spool.py`).
 """
 
 import threading
-from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from os import getpid, stat
+from os import getpid
 from urllib.parse import urlsplit
 
 from treadle.pipeline.grouping import Grouping, RawField, RawSample, ShardError, whole_sample
+from treadle.pipeline.sample_table import SampleTable, local_table
+from treadle.pipeline.shard_counts import ShardCounts
+from treadle.pipeline.spool import Spools, SpoolStream
 from treadle.pipeline.storage import ByteStream, LocalStream, RemoteStream, RetryPolicy, StorageError, local_path, open_stream
 from treadle.pipeline.tar import CHUNK_BYTES, MAX_MEMBER_BYTES, MemberReader, TarError
 from treadle.pipeline.tar_header import BLOCK_BYTES, TAR_KINDS, is_header
 from treadle.pipeline.unpack import Peekable, UnpackedStream, UnpackError, unpacked
 
 __all__ = ["RawField", "RawSample", "Shard", "ShardError"]
-
-MAX_TABLES = 16
-"""Shards whose sample offsets are remembered for their parts to share, 8 bytes a sample."""
 
 MAX_IDLE = 64
 """Streams kept open between single samples."""
@@ -65,101 +67,37 @@ def _slices(url: str, max_member_bytes: int) -> MemberReader:
     return MemberReader(_Nothing(url, 0), max_member_bytes=max_member_bytes)
 
 
-class _Table:
-    """Where the samples of a plain local shard begin, found as they are asked for; the parts of the shard share it."""
-
-    def __init__(self, stream: LocalStream, index: int, offset: int) -> None:
-        self.first = index
-        self._starts = array("q")
-        self._end = offset
-        self._error: ShardError | None = None
-        self._lock = threading.Lock()
-        self.counts: Counter[str] = Counter()
-        self._stream = stream
-        stream.position = offset
-        reader = MemberReader(stream, offset=offset, contents=False)
-        self._found = Grouping(reader, self.counts, index=index, contents=False).samples()
-
-    def hand_counts(self, counts: Counter[str]) -> None:
-        """Moves what was counted so far to `counts`."""
-        with self._lock:
-            counts.update(self.counts)
-            self.counts.clear()
-
-    def locate(self, index: int) -> tuple[int, int] | None:
-        """Where sample `index` begins and ends, None past the last.
-
-        Raises:
-            ShardError: the shard is damaged before that sample.
-        """
-        place = index - self.first
-        with self._lock:
-            while place >= len(self._starts):
-                if self._error is not None:
-                    raise ShardError(self._error.kind, self._error.offset, self._error.detail)
-                try:
-                    sample = next(self._found, None)
-                except ShardError as error:
-                    self._error = error
-                    continue
-                if sample is None:
-                    self._stream.close()
-                    return None
-                self._starts.append(sample.offset)
-                self._end = sample.end
-            start = self._starts[place]
-            return start, self._starts[place + 1] if place + 1 < len(self._starts) else self._end
-
-
-_tables: OrderedDict[tuple[str, int, int], _Table] = OrderedDict()
-_tables_lock = threading.Lock()
-
-
-def _table(path: str, index: int, offset: int) -> _Table:
-    """The shared table of a file as it now is, from sample `index` or before."""
-    found = stat(path)
-    key = path, found.st_size, found.st_mtime_ns
-    with _tables_lock:
-        table = _tables.get(key)
-        if table is None or table.first > index:
-            table = _tables[key] = _Table(LocalStream(path, path), index, offset)
-            while len(_tables) > MAX_TABLES:
-                _tables.popitem(last=False)
-        _tables.move_to_end(key)
-        return table
-
-
 class _Idle:
     """Streams that single samples were read from, for the next ones of the same shard: connections, and places in packed shards."""
 
     def __init__(self) -> None:
-        self._streams: OrderedDict[tuple[int, str, int], ByteStream] = OrderedDict()
+        self._streams: OrderedDict[tuple[int, str, threading.Event | None, int], ByteStream] = OrderedDict()
         self._lock = threading.Lock()
         self._count = 0
 
-    def take(self, url: str, packed: bool, offset: int) -> ByteStream | None:
+    def take(self, url: str, closing: threading.Event | None, packed: bool, offset: int) -> ByteStream | None:
         """A stream of that shard that serves at `offset`; the furthest on, where it can only go forward."""
-        here = getpid()
+        here = getpid(), url, closing
         with self._lock:
             fitting = [
-                (stream.position, key)
+                (stream.position, key[-1])
                 for key, stream in self._streams.items()
-                if key[:2] == (here, url) and isinstance(stream, UnpackedStream) == packed and (not packed or stream.position <= offset)
+                if key[:-1] == here and isinstance(stream, UnpackedStream) == packed and (not packed or stream.position <= offset)
             ]
-            return self._streams.pop(max(fitting)[1]) if fitting else None
+            return self._streams.pop((*here, max(fitting)[1])) if fitting else None
 
-    def put(self, stream: ByteStream) -> None:
-        """Keeps a stream until `MAX_IDLE` later ones have come."""
+    def put(self, stream: ByteStream, closing: threading.Event | None) -> None:
+        """Keeps a stream until `MAX_IDLE` later ones have come; only readers that stop with it may have it."""
         with self._lock:
             self._count += 1
-            self._streams[getpid(), stream.url, self._count] = stream
+            self._streams[getpid(), stream.url, closing, self._count] = stream
             while len(self._streams) > MAX_IDLE:
                 self._streams.popitem(last=False)[1].close()
 
-    def drop(self, url: str) -> None:
+    def drop(self, url: str, closing: threading.Event | None) -> None:
         """Closes the streams of a shard."""
         with self._lock:
-            for key in [key for key in self._streams if key[1] == url]:
+            for key in [key for key in self._streams if key[1:-1] == (url, closing)]:
                 self._streams.pop(key).close()
 
 
@@ -173,37 +111,63 @@ class Shard:
         url: a path, or a URL that `open_stream` opens.
         policy: how broken reads are tried again.
         max_member_bytes: a longer file refuses its sample as `too_large`.
+        counts: where to count what was skipped, and to warn of it; its own by default.
+        closing: once set, a remote read gives up.
     """
 
-    def __init__(self, url: str, *, policy: RetryPolicy | None = None, max_member_bytes: int = MAX_MEMBER_BYTES) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        policy: RetryPolicy | None = None,
+        max_member_bytes: int = MAX_MEMBER_BYTES,
+        counts: ShardCounts | None = None,
+        closing: threading.Event | None = None,
+    ) -> None:
         self.url = url
-        self.counts: Counter[str] = Counter()
-        """Members skipped and warnings, by kind, over all reading so far: `skipped_*`, `no_end_marker`, `key_seen_again`."""
         self._policy = policy or RetryPolicy()
         self._max_member_bytes = max_member_bytes
+        self._counts = counts or ShardCounts()
+        self._closing = closing
         self._packed: bool | None = None
 
-    def samples(self, *, part: int = 0, parts: int = 1, index: int = 0, offset: int = 0) -> Iterator[RawSample]:
+    @property
+    def counts(self) -> Counter[str]:
+        """Members skipped and warnings, by kind, as far as any one reading got: `skipped_*`, `no_end_marker`, `key_seen_again`."""
+        return self._counts.of(self.url)
+
+    def samples(
+        self, *, part: int = 0, parts: int = 1, index: int = 0, offset: int = 0, spools: Spools | None = None
+    ) -> Iterator[RawSample]:
         """The samples whose index is `part` modulo `parts`, from sample `index` on, which begins at byte `offset`.
+
+        Args:
+            spools: where the parts of shards meet; what has to be fetched or unpacked is then spooled, once for all of them.
 
         Raises:
             ShardError: after every complete sample before a damage, or before what cannot be read.
         """
         if not 0 <= part < parts or index < 0 or offset < 0:
             raise ValueError(f"part {part} of {parts} from sample {index} at byte {offset}: part must lie below parts, none be negative")
-        path = local_path(self.url)
-        if path is not None and parts > 1 and not self._is_packed():
-            yield from self._shared(path, part, parts, index, offset)
-            return
+        if parts > 1:
+            path = local_path(self.url)
+            if path is not None and not self._is_packed():
+                yield from self._plain_local(path, part, parts, index, offset)
+                return
+            if spools is not None:
+                yield from self._spooled(spools, part, parts, index, offset)
+                return
+        counts: Counter[str] = Counter()
         stream = self._open(offset)
         try:
             reader = MemberReader(
                 stream, offset=offset, want=lambda member: grouping.wanted(member), max_member_bytes=self._max_member_bytes
             )
-            grouping = Grouping(reader, self.counts, index=index, part=part, parts=parts)
+            grouping = Grouping(reader, counts, index=index, part=part, parts=parts)
             yield from grouping.samples()
         finally:
             stream.close()
+            self._counts.note(self.url, counts)
 
     def sample_at(self, index: int, offset: int, size: int) -> RawSample:
         """Sample `index`, which takes `size` bytes from `offset`. In a packed shard, ask in ascending order: going back starts anew.
@@ -221,7 +185,7 @@ class Shard:
 
     def close(self) -> None:
         """Lets go of connections that `sample_at` left open for the next one."""
-        _idle.drop(self.url)
+        _idle.drop(self.url, self._closing)
 
     def _sample_at(self, packed: bool, index: int, offset: int, size: int) -> RawSample:
         stream: ByteStream | None = None
@@ -235,21 +199,21 @@ class Shard:
             raise ShardError(error.kind, error.offset, error.detail) from None
         finally:
             if done and stream is not None and not isinstance(stream, LocalStream):
-                _idle.put(stream)
+                _idle.put(stream, self._closing)
             elif stream is not None:
                 stream.close()
 
     def _at(self, packed: bool, offset: int, size: int) -> ByteStream:
         """A stream at `offset`, one that was left open where that serves."""
-        idle = _idle.take(self.url, packed, offset)
+        idle = _idle.take(self.url, self._closing, packed, offset)
         if isinstance(idle, RemoteStream):
             idle.aim(offset, size)
             return idle
         if packed:
-            stream = idle or unpacked(open_stream(self.url, policy=self._policy))
+            stream = idle or unpacked(self._stream())
             stream.skip(offset - stream.position)
             return stream
-        return open_stream(self.url, offset, policy=self._policy, length=size)
+        return self._stream(offset, size)
 
     def _one(self, stream: ByteStream, slices: MemberReader, index: int, offset: int, size: int) -> RawSample:
         """The sample at a stream's position."""
@@ -275,14 +239,27 @@ class Shard:
             raise ShardError("changed", offset, f"bytes {offset} to {offset + size} do not hold sample {index} any more")
         return sample
 
-    def _shared(self, path: str, part: int, parts: int, index: int, offset: int) -> Iterator[RawSample]:
+    def _stream(self, offset: int = 0, length: int | None = None) -> ByteStream:
+        return open_stream(self.url, offset, policy=self._policy, length=length, closing=self._closing)
+
+    def _plain_local(self, path: str, part: int, parts: int, index: int, offset: int) -> Iterator[RawSample]:
         try:
-            table = _table(path, index, offset)
+            table = local_table(path, index, offset)
             stream = LocalStream(self.url, path)
         except OSError as error:
             raise ShardError("not_found" if isinstance(error, FileNotFoundError) else "unreadable", offset, str(error)) from None
         except StorageError as error:
             raise ShardError(error.kind, offset, error.detail) from None
+        yield from self._located(table, stream, part, parts, index)
+
+    def _spooled(self, spools: Spools, part: int, parts: int, index: int, offset: int) -> Iterator[RawSample]:
+        shared = spools.join(self.url, self._open, index, offset)
+        try:
+            yield from self._located(shared.table, SpoolStream(shared.spool, offset), part, parts, index)
+        finally:
+            spools.leave(shared)
+
+    def _located(self, table: SampleTable, stream: ByteStream, part: int, parts: int, index: int) -> Iterator[RawSample]:
         slices = _slices(self.url, self._max_member_bytes)
         try:
             index += (part - index) % parts
@@ -291,22 +268,31 @@ class Shard:
                 stream.position = start
                 yield self._one(stream, slices, index, start, end - start)
                 index += parts
+        except (StorageError, UnpackError) as error:
+            raise ShardError(error.kind, error.offset, error.detail) from None
         finally:
             stream.close()
-            table.hand_counts(self.counts)
+            self._counts.note(self.url, table.counted())
 
     def _presumed_plain(self) -> bool:
         """Whether to read it as a plain tar until that fails: the name says so, and nothing has been looked at."""
         return self._packed is None and urlsplit(self.url).path.lower().endswith(".tar") and local_path(self.url) is None
 
     def _is_packed(self) -> bool:
-        """Whether the shard is gz or zst: by its name, else by its first bytes."""
+        """Whether the shard is gz or zst: by its name, else by its first bytes.
+
+        Raises:
+            ShardError: they cannot be read.
+        """
         if self._packed is None:
             if urlsplit(self.url).path.lower().endswith(_PACKED_SUFFIXES):
                 self._packed = True
             else:
-                with open_stream(self.url, policy=self._policy, length=8) as stream:
-                    self._packed = isinstance(unpacked(stream), UnpackedStream)
+                try:
+                    with self._stream(length=8) as stream:
+                        self._packed = isinstance(unpacked(stream), UnpackedStream)
+                except StorageError as error:
+                    raise ShardError(error.kind, error.offset, error.detail) from None
         return self._packed
 
     def _open(self, offset: int) -> ByteStream:
@@ -314,14 +300,14 @@ class Shard:
         try:
             if offset and self._presumed_plain():
                 # Saves a request for the first bytes: at `offset` a plain tar has a header.
-                stream = Peekable(open_stream(self.url, offset, policy=self._policy))
+                stream = Peekable(self._stream(offset))
                 with suppress(StorageError):
                     if is_header(stream.peek(BLOCK_BYTES)):
                         return stream
                 stream.close()
             if offset and not self._is_packed():
-                return open_stream(self.url, offset, policy=self._policy)
-            start = unpacked(open_stream(self.url, policy=self._policy))
+                return self._stream(offset)
+            start = unpacked(self._stream())
             self._packed = isinstance(start, UnpackedStream)
             if start.skip(offset) < offset:
                 raise StorageError("changed", offset, f"byte {offset} was to be read; the shard ends before it")

@@ -141,6 +141,11 @@ class Position:
         if isinstance(step, Drawn):
             self._lane_draws[self._rank_of_lane[step.key[2]]] = step.lane_draws
 
+    def epochs(self) -> list[int | None]:
+        """The epoch that each sub-lane stands in, None where it is over."""
+        cursors = _CURSOR_RECORD.iter_unpack(self._cursors)
+        return [None if over else epoch for _, _, _, _, _, epoch, over in cursors]
+
     def snapshot(self) -> Callable[[], Columns]:
         """What builds the columns of this very position, whenever they are asked for."""
         lanes, starts = self._lanes, self._starts

@@ -10,6 +10,7 @@ import logging
 import os
 import random
 import re
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -44,7 +45,7 @@ class StorageError(Exception):
     """A URL that cannot be read on from `offset`.
 
     Kinds: `not_found`, `forbidden`, `refused` (a redirect to where we do not go), `changed` (the object is not the one it was),
-    `not_a_tar` (an HTML page instead), `unreadable` (everything else, after all retries).
+    `not_a_tar` (an HTML page instead), `closed` (whoever reads was told to stop), `unreadable` (everything else, after all retries).
     """
 
     def __init__(self, kind: str, offset: int, detail: str) -> None:
@@ -281,7 +282,14 @@ class RangeSource(Protocol):
 class RemoteStream(ByteStream):
     """A remote object, read again from where it broke."""
 
-    def __init__(self, url: str, source: RangeSource, offset: int = 0, policy: RetryPolicy | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        source: RangeSource,
+        offset: int = 0,
+        policy: RetryPolicy | None = None,
+        closing: threading.Event | None = None,
+    ) -> None:
         super().__init__(url, offset)
         self.faults = 0
         """Faults met so far."""
@@ -289,7 +297,8 @@ class RemoteStream(ByteStream):
         self._policy = policy or RetryPolicy()
         self._failures = 0
         self._broken: StorageError | None = None
-        self._sleep: Callable[[float], None] = time.sleep
+        self._closing = closing or threading.Event()
+        self._sleep: Callable[[float], object] = self._closing.wait
 
     @property
     def size(self) -> int | None:
@@ -326,6 +335,9 @@ class RemoteStream(ByteStream):
 
     def _some(self, n: int) -> bytes:
         while self._broken is None:
+            if self._closing.is_set():
+                self._broken = StorageError("closed", self.position, "reading was told to stop")
+                continue
             try:
                 data = self._source.fetch(self.position, n)
             except Fault as fault:
@@ -442,7 +454,14 @@ def retry_after_s(value: str | None, now_s: float | None = None) -> float:
     return max(0.0, due_s - (time.time() if now_s is None else now_s))
 
 
-def open_stream(url: str, offset: int = 0, *, policy: RetryPolicy | None = None, length: int | None = None) -> ByteStream:
+def open_stream(
+    url: str,
+    offset: int = 0,
+    *,
+    policy: RetryPolicy | None = None,
+    length: int | None = None,
+    closing: threading.Event | None = None,
+) -> ByteStream:
     """The bytes of `url` from `offset` on.
 
     Args:
@@ -450,6 +469,7 @@ def open_stream(url: str, offset: int = 0, *, policy: RetryPolicy | None = None,
         offset: byte at which reading starts.
         policy: how a broken read is tried again.
         length: how many bytes will be wanted, where that is known; a store is then asked for no more.
+        closing: once set, waits end and a remote stream reads no more.
 
     Raises:
         ValueError: the scheme is refused or unknown.
@@ -462,8 +482,8 @@ def open_stream(url: str, offset: int = 0, *, policy: RetryPolicy | None = None,
     if scheme_of(url) in ("http", "https") and "::" not in url:
         from treadle.pipeline.http_source import HttpSource
 
-        stream = RemoteStream(url, HttpSource(url, timeout_s=policy.timeout_s), offset, policy)
+        stream = RemoteStream(url, HttpSource(url, timeout_s=policy.timeout_s), offset, policy, closing)
     else:
-        stream = RemoteStream(url, FsspecSource(url), offset, policy)
+        stream = RemoteStream(url, FsspecSource(url), offset, policy, closing)
     stream.aim(offset, length)
     return stream

@@ -23,6 +23,7 @@ from treadle.pipeline.quarantine import Quarantine
 from treadle.pipeline.samples import Schema
 from treadle.pipeline.sources import Manifest, ManifestSource, Source
 from treadle.pipeline.state import StreamState
+from treadle.pipeline.storage import RetryPolicy
 from treadle.shape import BatchShape, require_count
 
 logger = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ class ShardStream:
         window: int = 4,
         max_edges: int = 0,
         late_interaction: LateInteractionCapacities | None = None,
+        retry: RetryPolicy | None = None,
     ) -> None:
         """
         Args:
@@ -90,6 +92,7 @@ class ShardStream:
             window: batches' worth of bags that the packer chooses from.
             max_edges: edges that each edge set of a batch holds; 0 derives 8 per segment.
             late_interaction: its query tokens, documents and document tokens become capacities of a batch.
+            retry: how often, and how patiently, a broken read of a remote shard is tried again; no part of the manifest.
 
         Raises:
             ValueError: an argument is out of range, or a pattern names no shard.
@@ -107,7 +110,7 @@ class ShardStream:
         self._arguments: dict[str, Any] = {
             "seed": seed, "lanes": lanes, "shuffle": shuffle, "shuffle_bytes": shuffle_bytes, "epochs": epochs, "threads": threads,
             "processes": processes, "schema": schema, "options": options, "on_error": on_error, "quarantine": quarantine,
-            "window": window, "max_edges": max_edges, "late_interaction": late_interaction,
+            "window": window, "max_edges": max_edges, "late_interaction": late_interaction, "retry": retry,
         }  # fmt: skip
         self.shape = shape.resolved()
         self.rank = rank
@@ -170,6 +173,7 @@ class ShardStream:
             plan=plan, urls=self._urls, manifest=manifest.to_json(), shape=self.shape, schema=schema, options=options,
             window=given["window"], max_edges=given["max_edges"], late_interaction=late, rank=self.rank, world_size=self.world_size,
             threads=given["threads"] or os.cpu_count() or 1, processes=given["processes"] or 0, on_error=given["on_error"],
+            retry=given["retry"] or RetryPolicy(),
         )  # fmt: skip
 
     @property
@@ -191,6 +195,14 @@ class ShardStream:
     def left_out(self) -> Counter[str]:
         """Files that are no item of this stream, by reason: their modality has no live slice, or the schema leaves them out."""
         return self._ledger.left_out
+
+    @property
+    def warnings(self) -> Counter[str]:
+        """What the shards read so far hold beside their samples, by kind: `skipped_*` members, `no_end_marker`, `key_seen_again`.
+
+        Each shard counts once, however many parts and epochs it is read in, and each of its kinds is logged once.
+        """
+        return self._ledger.shard_counts.total()
 
     @property
     def state(self) -> StreamState:
@@ -265,17 +277,25 @@ class ShardStream:
             # No batch has left since a state was loaded, or ever: the position is known to the feed alone.
             self._state = self.state
             self._stop()
-            if self.quarantine.total:
-                logger.warning("end of the data: %s", self.quarantine.summary())
+            self._tell_end()
             raise StopIteration
         self._state, self._loaded = batch.state, None
         return batch
+
+    def _tell_end(self) -> None:
+        ledger = self._ledger
+        losses = ledger.losses()
+        if not ledger.batches and self._loaded is None:
+            logger.warning("end of the data without one batch, after %d samples: %s", ledger.samples, losses or "they hold no files")
+        elif ledger.quarantine.total or ledger.unfit_bags:
+            logger.warning("end of the data: %s", losses)
 
     def stats(self) -> dict[str, dict[str, float]]:
         """What each stage has done so far, and how long it worked and waited.
 
         `read`: drawing, reading and labelling samples. `decode`: workers and inline texts; `wait_s` is how long the packer waited for
-        them, so a stream that waits is limited by decoding. `pack`: placing bags and writing batches.
+        them, so a stream that waits is limited by decoding. `pack`: placing bags and writing batches; `unfit_bags` are samples whose
+        items, `unfit_items` in all, can fit no batch of the shape.
         """
         ledger, feed = self._ledger, self._feed
         ahead = feed.ahead if feed is not None else None
@@ -290,7 +310,12 @@ class ShardStream:
                 "in_flight_bytes": ahead.in_flight_bytes if ahead else 0,
                 "peak_bytes": max(ledger.peak_bytes, ahead.peak_bytes if ahead else 0),
             },
-            "pack": {"busy_s": ledger.pack_s, "batches": ledger.batches},
+            "pack": {
+                "busy_s": ledger.pack_s,
+                "batches": ledger.batches,
+                "unfit_bags": ledger.unfit_bags,
+                "unfit_items": ledger.unfit_items,
+            },
         }
 
     def _stop(self) -> None:

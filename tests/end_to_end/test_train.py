@@ -150,3 +150,27 @@ def test_init_starts_another_run_from_the_weights(treadle: Run, config: Callable
     treadle("train", path, "--output", tmp_path / "first")
     treadle("train", path, "--output", tmp_path / "second", "--trainer.init", tmp_path / "first/checkpoints/last.safetensors", "--trainer.objective", "contrastive")
     assert [row["step"] for row in rows(tmp_path / "second")] == [1, 2]
+
+
+def test_a_time_limit_saves_and_ends(treadle: Run, config: Callable[..., Path], tmp_path: Path) -> None:
+    done = treadle("train", config(steps=50), "--stop_after_s", "1e-6")
+    assert "stopped by stop_after_s 1e-06 after step 1" in done.out
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1]
+    assert len(rows(tmp_path / "run", "held_out")) == 1
+    treadle("train", "--resume", tmp_path / "run", "--steps", 2, "--stop-after-s", 0, "--trainer.schedule.warmup_steps", 1)
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2]
+
+
+def test_a_run_that_has_moved_resumes_where_it_lies(treadle: Run, config: Callable[..., Path], tmp_path: Path) -> None:
+    treadle("train", config(steps=1))
+    (tmp_path / "run").rename(tmp_path / "moved")
+    treadle("train", "--resume", tmp_path / "moved", "--steps", 2)
+    assert not (tmp_path / "run").exists()
+    assert [row["step"] for row in rows(tmp_path / "moved")] == [1, 2]
+
+
+def test_resuming_a_run_that_is_done_says_so(treadle: Run, config: Callable[..., Path], tmp_path: Path) -> None:
+    treadle("train", config(steps=1))
+    done = treadle("train", "--resume", tmp_path / "run")
+    assert "raise it with --steps to go on" in done.err
+    assert "trained to step 1" in done.out

@@ -50,18 +50,17 @@ def test_every_combination_has_its_own_caption(kind: Kind, language: str) -> Non
 def test_captions_agree_with_their_nouns() -> None:
     # shapes: 1 is a square, 4 a star, 7 a heart; colour 0 is red, size 1 large, place 0 top left
     assert caption(Kind.PICTURE, (4, 0, 1, 0)) == "large red star, top left"
-    assert caption(Kind.PICTURE, (4, 0, 1, 0), "ru") == "большая красная звезда, вверху слева"
-    assert caption(Kind.PICTURE, (1, 0, 1, 0), "ru") == "большой красный квадрат, вверху слева"
     assert caption(Kind.PICTURE, (7, 0, 1, 0), "el") == "μεγάλη κόκκινη καρδιά, πάνω αριστερά"
-    assert caption(Kind.CLIP, (4, 0, 0, 1), "ar") == "نجمة حمراء تتحرك يسارا بسرعة"
-    assert caption(Kind.CLIP, (1, 0, 0, 1), "ar") == "مربع أحمر يتحرك يسارا بسرعة"
+    assert caption(Kind.PICTURE, (1, 0, 1, 0), "el") == "μεγάλο κόκκινο τετράγωνο, πάνω αριστερά"
+    assert caption(Kind.PICTURE, (0, 0, 1, 0), "el") == "μεγάλος κόκκινος κύκλος, πάνω αριστερά"
+    assert caption(Kind.CLIP, (4, 0, 0, 1), "hi") == "लाल तारा बाएँ जाता तेज़"
     assert caption(Kind.SOUND, (1, 0, 1, 2, 0), "zh") == "低沉的嗡声,上升,缓慢三拍"
 
 
 def test_scripts_are_several() -> None:
     letters = {language: caption(Kind.PICTURE, (4, 0, 1, 0), language) for language in LANGUAGES}
     blocks = {language: Counter(ord(letter) // 128 for letter in text if letter.isalpha()).most_common(1)[0][0] for language, text in letters.items()}
-    assert len(set(blocks.values())) == len(LANGUAGES) == 6
+    assert len(set(blocks.values())) == len(LANGUAGES) == 4
 
 
 @pytest.mark.parametrize(("kind", "extension"), FILES)

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 
@@ -58,7 +59,7 @@ def test_late_interaction_derives_from_the_batch() -> None:
         (lambda: Masking(replace_fraction=0.95, random_fraction=0.1), "add up to more than 1"),
         (lambda: Masking(text_weight=10**400), "text_weight is a number of no use: it must lie between 0"),
         (lambda: Contrastive(ambient_repulsion_weight=1e39), "must lie between 0 and 3.4"),
-        (lambda: Contrastive(matryoshka_dimensions=64), "matryoshka_dimensions is 64: it must be a tuple"),
+        (lambda: Contrastive(matryoshka_dimensions=cast(Any, 64)), "matryoshka_dimensions is 64: it must be a tuple"),
         (lambda: _config(resume=True), "resume is True: it must be the path"),
         (lambda: _config(init=b"x"), "init is b'x': it must be the path"),
         (lambda: _config(mesh="here"), "mesh is 'here': it must be a Mesh"),

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -141,6 +142,20 @@ def test_what_it_refuses(checkpoint: Path, tmp_path: Path, tiny: Tiny) -> None:
     plain.write_bytes(plain.read_bytes()[:-100])
     with pytest.raises(TruncatedFileError):
         Encoder.load(plain, "cpu")
+
+
+def test_every_form_of_contents_is_read_and_nothing_else(checkpoint: Path) -> None:
+    encoder = Encoder.load(checkpoint, "cpu")
+    expected = encoder.encode("text", ["one", "three"])
+    array = np.frombuffer(b"three", np.uint8)
+    forms: list[Any] = [[b"one", array], [memoryview(b"one"), bytearray(b"three")], (b"onethree", [0, 3, 8]), (b"one", b"three")]
+    for contents in forms:
+        assert torch.equal(encoder.encode("text", contents), expected)
+    assert encoder.encode("text", (b"", [0])).shape == encoder.encode("text", []).shape == (0, 128)
+    refused: list[tuple[Any, str]] = [([b"x", 5], "item 1 is int: it must be bytes"), ((b"abc", [0, 9]), "offsets end at 9")]
+    for wrong, message in refused:
+        with pytest.raises(ValueError, match=message):
+            encoder.encode("text", wrong)
 
 
 def test_bf16_answers_nearly_the_same(checkpoint: Path) -> None:

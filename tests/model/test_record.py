@@ -223,7 +223,7 @@ def test_components_of_another_type_are_refused() -> None:
     given: dict[str, Any] = {"model": loop.model, "optimizer": loop.optimizer, "scheduler": loop.scheduler}
     record = TrainingRecord.capture(**given, accumulator=loop.accumulator, state=None)
     for name in given:
-        wrong = given | {name: 3}
+        wrong: dict[str, Any] = {**given, name: 3}
         with pytest.raises(ValueError, match=f"{name} is a int: it must"):
             TrainingRecord.capture(**wrong, accumulator=loop.accumulator, state=None)
         with pytest.raises(ValueError, match=f"{name} is a int: it must"):

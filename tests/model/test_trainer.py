@@ -134,6 +134,8 @@ def test_accumulating_equals_a_list(tiny: Tiny, pairs: Pairs, packed: Packed) ->
             assert a.masked_text_loss == pytest.approx(b.masked_text_loss, rel=1e-6)
         for (name, x), (_, y) in zip(listed.network.state_dict().items(), accumulated.network.state_dict().items(), strict=True):
             torch.testing.assert_close(x, y, rtol=1e-4, atol=2e-5, msg=name)
+        # Late interaction is RANKED here: its bias cancels, and not even rounding moves it.
+        assert listed.network.token_temperatures is not None and not listed.network.token_temperatures.bias_G.any()
 
 
 def test_two_runs_are_equal_bit_for_bit(tiny: Tiny, pairs: Pairs, packed: Packed) -> None:

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from webdataset.tariterators import group_by_keys, tar_file_iterator
 from webdataset.writer import TarWriter
 
+from treadle.pipeline import sample_table
 from treadle.pipeline import shards as shards_module
 from treadle.pipeline.grouping import split_name
 from treadle.pipeline.shards import RawSample, Shard, ShardError
-from treadle.pipeline.storage import LocalStream, RetryPolicy, open_stream
+from treadle.pipeline.storage import LocalStream, open_stream
 
 Files = list[tuple[str, bytes]]
 
@@ -276,7 +277,7 @@ def test_the_parts_of_a_shard_parse_it_once(write: Callable[..., str], monkeypat
         return data
 
     monkeypatch.setattr(LocalStream, "read", counted)
-    monkeypatch.setattr(shards_module, "_tables", type(shards_module._tables)())
+    monkeypatch.setattr(sample_table, "_tables", type(sample_table._tables)())
     turns = [Shard(url).samples(part=part, parts=8) for part in range(8)]
     found = [next(turn) for _ in range(25) for turn in turns]
     assert [sample.index for sample in found] == list(range(200))
@@ -327,9 +328,9 @@ def test_a_packed_shard_is_unpacked_once_for_ascending_samples(store: Callable[[
     whole, _ = read(Shard(url))
     opened: list[str] = []
 
-    def counted(url: str, offset: int = 0, *, policy: RetryPolicy | None = None, length: int | None = None) -> object:
+    def counted(url: str, offset: int = 0, **given: Any) -> object:
         opened.append(url)
-        return open_stream(url, offset, policy=policy, length=length)
+        return open_stream(url, offset, **given)
 
     monkeypatch.setattr(shards_module, "open_stream", counted)
     assert [Shard(url).sample_at(sample.index, sample.offset, sample.size) for sample in whole[3::7]] == whole[3::7]

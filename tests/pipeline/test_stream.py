@@ -2,22 +2,18 @@
 threads, elastic worlds, faults left out and told once, and the end of the data.
 """
 
-import io
 import pickle
 import random
 import subprocess
 import sys
-import tarfile
 import warnings
-import wave
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from treadle.decoders import DecodeOptions
 from treadle.pipeline.batch import PackedBatch
@@ -25,103 +21,9 @@ from treadle.pipeline.samples import Schema, sample_id
 from treadle.pipeline.sources import Source
 from treadle.pipeline.state import StreamState
 from treadle.pipeline.stream import ShardStream
-from treadle.shape import AudioShape, BatchShape, ImageShape, Modality
-
-SHAPE = BatchShape(
-    max_rows_per_device=2,
-    max_segments_per_device=24,
-    max_columns_per_row=48,
-    image=ImageShape(patch_side=8),
-    audio=AudioShape(chunk_samples=64),
-)
-TEXT_SHAPE = BatchShape(max_rows_per_device=2, max_segments_per_device=24, max_columns_per_row=48)
-
-Sample = tuple[str, Mapping[str, bytes]]
-
-
-def png(rng: random.Random, width: int, height: int) -> bytes:
-    pixels = np.frombuffer(rng.randbytes(width * height * 4), np.uint8).reshape(height, width, 4)
-    out = io.BytesIO()
-    Image.fromarray(pixels).save(out, "png")
-    return out.getvalue()
-
-
-def wav(rng: random.Random, samples: int) -> bytes:
-    out = io.BytesIO()
-    with wave.open(out, "wb") as file:
-        file.setnchannels(1)
-        file.setsampwidth(2)
-        file.setframerate(16_000)
-        file.writeframes(rng.randbytes(2 * samples))
-    return out.getvalue()
-
-
-def write_shard(path: Path, samples: Sequence[Sample]) -> None:
-    with tarfile.open(path, "w") as tar:
-        for key, fields in samples:
-            for name, data in fields.items():
-                member = tarfile.TarInfo(f"{key}.{name}")
-                member.size = len(data)
-                tar.addfile(member, io.BytesIO(data))
-
-
-def mixed_sample(rng: random.Random) -> dict[str, bytes]:
-    fields = {"txt": rng.randbytes(rng.randint(1, 30))}
-    kind = rng.randrange(3)
-    if kind == 1:
-        fields["png"] = png(rng, rng.randint(1, 24), rng.randint(1, 24))
-    if kind == 2:
-        fields["wav"] = wav(rng, rng.randint(1, 900))
-    return fields
-
-
-def write_mixed(folder: Path, counts: Sequence[int], seed: int = 0) -> str:
-    """Shards with these many samples; answers the pattern that names them."""
-    rng = random.Random(seed)
-    folder.mkdir(parents=True, exist_ok=True)
-    for shard, count in enumerate(counts):
-        write_shard(folder / f"{shard:03d}.tar", [(f"s{shard}/k{index}", mixed_sample(rng)) for index in range(count)])
-    return str(folder / "*.tar")
-
-
-def write_texts(folder: Path, counts: Sequence[int], width: int = 9) -> str:
-    folder.mkdir(parents=True, exist_ok=True)
-    for shard, count in enumerate(counts):
-        samples = [(f"k{index}", {"txt": f"{shard}.{index} ".encode().ljust(width + index % 5, b".")}) for index in range(count)]
-        write_shard(folder / f"{shard:03d}.tar", samples)
-    return str(folder / "*.tar")
-
-
-def texts(batch: PackedBatch) -> list[tuple[int, int]]:
-    """(shard, index) of the texts of `write_texts` in a batch."""
-    found = []
-    for segment in range(batch.segments):
-        shard, index = batch.payload(segment).tobytes().split(b" ")[0].split(b".")
-        found.append((int(shard), int(index)))
-    return found
-
-
-def snapshot(batch: PackedBatch) -> tuple[bytes, bytes]:
-    assert batch.state is not None
-    return batch.buffer[: batch.used_bytes].tobytes(), batch.state.to_bytes()
-
-
-def run(stream: ShardStream, most: int = 1 << 30) -> list[tuple[bytes, bytes]]:
-    return [snapshot(batch) for _, batch in zip(range(most), stream, strict=False)]
-
+from treadle.shape import Modality
 
 Make = Callable[..., ShardStream]
-
-
-@pytest.fixture(name="mixed")
-def mixed_fixture(tmp_path: Path) -> Make:
-    pattern = write_mixed(tmp_path / "mixed", [14, 0, 9, 17, 5])
-
-    def make(**changed: Any) -> ShardStream:
-        options: dict[str, Any] = {"seed": 3, "lanes": 4, "shuffle": 12, "epochs": 2, "threads": 2, "window": 2, **changed}
-        return ShardStream(pattern, SHAPE, **options)
-
-    return make
 
 
 def test_every_item_once_per_epoch_with_its_id(mixed: Make, tmp_path: Path) -> None:
@@ -134,9 +36,9 @@ def test_every_item_once_per_epoch_with_its_id(mixed: Make, tmp_path: Path) -> N
     assert np.int64(np.uint64(sample_id(url, 3))) in groups
 
 
-def test_restore_at_every_batch_gives_the_same_batches_and_states(mixed: Make) -> None:
+def test_restore_at_every_batch_gives_the_same_batches_and_states(tars: Any, mixed: Make) -> None:
     with mixed() as stream:
-        full = run(stream)
+        full = tars.run(stream)
     assert len(full) > 12
     assert any(len(StreamState.from_bytes(state).columns["pending_lane"]) for _, state in full)
     assert any(len(StreamState.from_bytes(state).columns["held_shard"]) for _, state in full)
@@ -144,16 +46,16 @@ def test_restore_at_every_batch_gives_the_same_batches_and_states(mixed: Make) -
         with mixed(threads=1 + place % 3) as again:
             again.load_state(full[place][1])
             assert again.state.to_bytes() == full[place][1]
-            assert run(again) == full[place + 1 :]
+            assert tars.run(again) == full[place + 1 :]
 
 
-def test_threads_and_processes_do_not_change_a_byte(mixed: Make) -> None:
-    one = run(mixed(threads=1))
-    assert run(mixed(threads=4)) == one
-    assert run(mixed(processes=1)) == one
+def test_threads_and_processes_do_not_change_a_byte(tars: Any, mixed: Make) -> None:
+    one = tars.run(mixed(threads=1))
+    assert tars.run(mixed(threads=4)) == one
+    assert tars.run(mixed(processes=1)) == one
 
 
-def test_a_state_survives_pickle_and_travels_with_its_batch(mixed: Make, tmp_path: Path) -> None:
+def test_a_state_survives_pickle_and_travels_with_its_batch(tars: Any, mixed: Make, tmp_path: Path) -> None:
     stream = mixed()
     assert stream.state.samples == 0
     first = next(stream)
@@ -162,50 +64,50 @@ def test_a_state_survives_pickle_and_travels_with_its_batch(mixed: Make, tmp_pat
     assert pickle.loads(pickle.dumps(first.state)) == first.state
     first.save(tmp_path / "batch.safetensors")
     loaded = PackedBatch.load(tmp_path / "batch.safetensors").state
-    rest = run(stream)
+    rest = tars.run(stream)
     again = mixed()
     assert loaded is not None
     again.load_state(loaded)
-    assert run(again) == rest
+    assert tars.run(again) == rest
 
 
-def test_a_pickled_stream_goes_on_where_it_was(mixed: Make) -> None:
+def test_a_pickled_stream_goes_on_where_it_was(tars: Any, mixed: Make) -> None:
     stream = mixed()
     fresh = pickle.loads(pickle.dumps(stream))
-    run(stream, 3)
+    tars.run(stream, 3)
     moved = pickle.loads(pickle.dumps(stream))
-    assert run(moved) == run(stream)
-    assert len(run(fresh)) > 12
+    assert tars.run(moved) == tars.run(stream)
+    assert len(tars.run(fresh)) > 12
 
 
-def test_leaving_a_loop_and_iterating_again_goes_on(mixed: Make) -> None:
-    full = run(mixed())
+def test_leaving_a_loop_and_iterating_again_goes_on(tars: Any, mixed: Make) -> None:
+    full = tars.run(mixed())
     stream = mixed()
     found = []
     for batch in stream:
-        found.append(snapshot(batch))
+        found.append(tars.snapshot(batch))
         break
-    assert found + run(stream) == full
+    assert found + tars.run(stream) == full
     assert list(stream) == []
 
 
-def test_load_state_goes_back_and_forth(mixed: Make) -> None:
+def test_load_state_goes_back_and_forth(tars: Any, mixed: Make) -> None:
     stream = mixed()
-    full = run(stream)
+    full = tars.run(stream)
     for place in (5, 0, 8):
         stream.load_state(StreamState.from_bytes(full[place][1]))
-        assert run(stream, 2) == full[place + 1 : place + 3]
+        assert tars.run(stream, 2) == full[place + 1 : place + 3]
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_worlds_1_2_4_3_1_see_each_sample_once_per_epoch(tmp_path: Path, seed: int) -> None:
+def test_worlds_1_2_4_3_1_see_each_sample_once_per_epoch(tars: Any, tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     counts = [rng.choice([0, 3, 8, 20]) for _ in range(rng.choice([2, 5, 9]))]
-    pattern = write_texts(tmp_path, counts)
+    pattern = tars.write_texts(tmp_path, counts)
 
     def make(rank: int, world_size: int) -> ShardStream:
         return ShardStream(
-            pattern, TEXT_SHAPE, rank=rank, world_size=world_size, lanes=12, shuffle=30, epochs=2, seed=seed, window=2, threads=1
+            pattern, tars.text_shape, rank=rank, world_size=world_size, lanes=12, shuffle=30, epochs=2, seed=seed, window=2, threads=1
         )
 
     seen: Counter[tuple[int, int]] = Counter()
@@ -217,41 +119,41 @@ def test_worlds_1_2_4_3_1_see_each_sample_once_per_epoch(tmp_path: Path, seed: i
             if state is not None:
                 stream.load_state(state)
             for _, batch in zip(range(rng.randint(0, 3)), stream, strict=False):
-                seen.update(texts(batch))
+                seen.update(tars.texts(batch))
             states.append(stream.state)
         state = StreamState.merge(states)
     assert state is not None
     stream = make(0, 1)
     stream.load_state(state)
     for batch in stream:
-        seen.update(texts(batch))
+        seen.update(tars.texts(batch))
     assert seen == {(shard, index): 2 for shard, count in enumerate(counts) for index in range(count)}
 
 
-def test_a_merged_state_is_exact_at_its_own_world_size(tmp_path: Path) -> None:
-    pattern = write_texts(tmp_path, [30, 30, 30])
+def test_a_merged_state_is_exact_at_its_own_world_size(tars: Any, tmp_path: Path) -> None:
+    pattern = tars.write_texts(tmp_path, [30, 30, 30])
 
     def make(rank: int) -> ShardStream:
-        return ShardStream(pattern, TEXT_SHAPE, rank=rank, world_size=2, lanes=4, shuffle=8, epochs=1, window=2)
+        return ShardStream(pattern, tars.text_shape, rank=rank, world_size=2, lanes=4, shuffle=8, epochs=1, window=2)
 
     streams = [make(0), make(1)]
     for count, stream in zip((2, 3), streams, strict=True):
-        run(stream, count)
+        tars.run(stream, count)
     merged = StreamState.merge([stream.state for stream in streams])
     for rank, stream in enumerate(streams):
         again = make(rank)
         again.load_state(merged)
         assert again.state == stream.state
-        assert run(again) == run(stream)
+        assert tars.run(again) == tars.run(stream)
 
 
-def test_blends_keep_their_weights_and_a_repeating_source_never_ends_a_lane(tmp_path: Path) -> None:
-    big = write_texts(tmp_path / "a", [60, 60])
-    small = write_texts(tmp_path / "b", [5])
+def test_blends_keep_their_weights_and_a_repeating_source_never_ends_a_lane(tars: Any, tmp_path: Path) -> None:
+    big = tars.write_texts(tmp_path / "a", [60, 60])
+    small = tars.write_texts(tmp_path / "b", [5])
 
     def make() -> ShardStream:
         sources = [Source(big, weight=2.0), Source(small, weight=1.0, repeat=True)]
-        return ShardStream(sources, TEXT_SHAPE, lanes=2, shuffle=10, epochs=1, window=2, threads=1)
+        return ShardStream(sources, tars.text_shape, lanes=2, shuffle=10, epochs=1, window=2, threads=1)
 
     batches = list(make())
     groups = Counter(int(batch.group[segment]) for batch in batches for segment in range(batch.segments))
@@ -260,36 +162,36 @@ def test_blends_keep_their_weights_and_a_repeating_source_never_ends_a_lane(tmp_
     assert once == [1] * 120
     # 120 draws of weight two beside about 60 of weight one: five deviations of a negative binomial, sqrt(120 * 1/3) / (2/3) = 9.5.
     assert 12 < sum(groups[group] for group in repeated) < 108
-    full = [snapshot(batch) for batch in batches]
+    full = [tars.snapshot(batch) for batch in batches]
     for place in (0, len(full) // 2, len(full) - 1):
         again = make()
         again.load_state(full[place][1])
-        assert run(again) == full[place + 1 :]
+        assert tars.run(again) == full[place + 1 :]
 
 
-def test_an_exhausted_rank_stops_and_keeps_its_state(tmp_path: Path) -> None:
-    pattern = write_texts(tmp_path, [3])
-    stream = ShardStream(pattern, TEXT_SHAPE, rank=3, world_size=4, lanes=4, epochs=1)
+def test_an_exhausted_rank_stops_and_keeps_its_state(tars: Any, tmp_path: Path) -> None:
+    pattern = tars.write_texts(tmp_path, [3])
+    stream = ShardStream(pattern, tars.text_shape, rank=3, world_size=4, lanes=4, epochs=1)
     assert list(stream) == []
     ended = stream.state
     assert ended.samples == 0
-    again = ShardStream(pattern, TEXT_SHAPE, rank=3, world_size=4, lanes=4, epochs=1)
+    again = ShardStream(pattern, tars.text_shape, rank=3, world_size=4, lanes=4, epochs=1)
     again.load_state(ended)
     assert list(again) == []
     assert again.state == ended
 
 
-def test_without_epochs_it_never_ends(tmp_path: Path) -> None:
-    pattern = write_texts(tmp_path, [6])
-    stream = ShardStream(pattern, TEXT_SHAPE, lanes=1, window=1, threads=1)
-    seen = Counter(ident for _, batch in zip(range(30), stream, strict=False) for ident in texts(batch))
+def test_without_epochs_it_never_ends(tars: Any, tmp_path: Path) -> None:
+    pattern = tars.write_texts(tmp_path, [6])
+    stream = ShardStream(pattern, tars.text_shape, lanes=1, window=1, threads=1)
+    seen = Counter(ident for _, batch in zip(range(30), stream, strict=False) for ident in tars.texts(batch))
     assert min(seen.values()) > 10
 
 
-def test_another_manifest_is_refused_naming_what_differs(mixed: Make, tmp_path: Path) -> None:
+def test_another_manifest_is_refused_naming_what_differs(tars: Any, mixed: Make, tmp_path: Path) -> None:
     state = next(mixed()).state
     assert state is not None
-    other = write_texts(tmp_path / "other", [3])
+    other = tars.write_texts(tmp_path / "other", [3])
     changes: list[tuple[dict[str, Any], str]] = [
         ({"seed": 4}, "seed: 4 is not 3"),
         ({"lanes": 8}, "lanes: 8 is not 4"),
@@ -305,31 +207,33 @@ def test_another_manifest_is_refused_naming_what_differs(mixed: Make, tmp_path: 
         with pytest.raises(ValueError, match=named):
             mixed(**change).load_state(state)
     with pytest.raises(ValueError, match=r"shape\.audio\.chunk_samples: 0 is not 64; shape\.image\.patch_side: 0 is not 8"):
-        ShardStream(str(tmp_path / "mixed" / "*.tar"), TEXT_SHAPE, lanes=4, shuffle=12, epochs=2, seed=3, window=2).load_state(state)
+        ShardStream(str(tmp_path / "mixed" / "*.tar"), tars.text_shape, lanes=4, shuffle=12, epochs=2, seed=3, window=2).load_state(state)
     with pytest.raises(ValueError, match=r"sources\[0\]\.urls"):
-        ShardStream(other, SHAPE, lanes=4, shuffle=12, epochs=2, seed=3, window=2).load_state(state)
+        ShardStream(other, tars.shape, lanes=4, shuffle=12, epochs=2, seed=3, window=2).load_state(state)
     with pytest.raises(ValueError, match=r"sources\[0\]\.weight: 2.0 is not 1.0"):
-        ShardStream(Source(str(tmp_path / "mixed" / "*.tar"), 2.0), SHAPE, lanes=4, shuffle=12, epochs=2, seed=3, window=2).load_state(state)
+        ShardStream(Source(str(tmp_path / "mixed" / "*.tar"), 2.0), tars.shape, lanes=4, shuffle=12, epochs=2, seed=3, window=2).load_state(
+            state
+        )
     with pytest.raises(ValueError, match="merge the states of all ranks"):
         mixed(rank=0, world_size=2).load_state(mixed(rank=0, world_size=4).state)
 
 
-def test_lanes_are_derived_brought_by_a_state_and_checked(tmp_path: Path) -> None:
-    pattern = write_texts(tmp_path, [30])
-    assert ShardStream(pattern, TEXT_SHAPE).lanes == 64
-    given = ShardStream(pattern, TEXT_SHAPE, lanes=6)
-    derived = ShardStream(pattern, TEXT_SHAPE)
+def test_lanes_are_derived_brought_by_a_state_and_checked(tars: Any, tmp_path: Path) -> None:
+    pattern = tars.write_texts(tmp_path, [30])
+    assert ShardStream(pattern, tars.text_shape).lanes == 64
+    given = ShardStream(pattern, tars.text_shape, lanes=6)
+    derived = ShardStream(pattern, tars.text_shape)
     derived.load_state(given.state)
     assert derived.lanes == 6
-    assert run(derived, 2) == run(given, 2)
+    assert tars.run(derived, 2) == tars.run(given, 2)
     with pytest.raises(ValueError, match="lanes is 4 and world_size is 5"):
-        ShardStream(pattern, TEXT_SHAPE, lanes=4, world_size=5)
+        ShardStream(pattern, tars.text_shape, lanes=4, world_size=5)
     with pytest.raises(ValueError, match=r"lanes is 0 \(64 are derived\) and world_size is 65"):
-        ShardStream(pattern, TEXT_SHAPE, world_size=65)
+        ShardStream(pattern, tars.text_shape, world_size=65)
     with pytest.warns(UserWarning, match="world_size=48 does not divide lanes=64.*use 64 ranks, or lanes=96"):
-        ShardStream(pattern, TEXT_SHAPE, world_size=48)
+        ShardStream(pattern, tars.text_shape, world_size=48)
     with warnings.catch_warnings(record=True) as caught:
-        ShardStream(pattern, TEXT_SHAPE, world_size=32)
+        ShardStream(pattern, tars.text_shape, world_size=32)
     assert caught == []
 
 
@@ -346,25 +250,25 @@ def test_lanes_are_derived_brought_by_a_state_and_checked(tmp_path: Path) -> Non
         ({"window": 0}, "window"),
     ],
 )
-def test_refusals(tmp_path: Path, change: dict[str, Any], named: str) -> None:
-    pattern = write_texts(tmp_path, [1])
+def test_refusals(tars: Any, tmp_path: Path, change: dict[str, Any], named: str) -> None:
+    pattern = tars.write_texts(tmp_path, [1])
     with pytest.raises(ValueError, match=named):
-        ShardStream(pattern, TEXT_SHAPE, **change)
+        ShardStream(pattern, tars.text_shape, **change)
 
 
-def test_sources_are_patterns_or_sources_not_both(tmp_path: Path) -> None:
-    pattern = write_texts(tmp_path, [1])
+def test_sources_are_patterns_or_sources_not_both(tars: Any, tmp_path: Path) -> None:
+    pattern = tars.write_texts(tmp_path, [1])
     with pytest.raises(ValueError, match="wrap each pattern in a Source"):
-        ShardStream([pattern, Source(pattern)], TEXT_SHAPE)
+        ShardStream([pattern, Source(pattern)], tars.text_shape)
     with pytest.raises(ValueError, match="sources is empty"):
-        ShardStream([], TEXT_SHAPE)
+        ShardStream([], tars.text_shape)
     with pytest.raises(ValueError, match="nowhere"):
-        ShardStream(str(tmp_path / "nowhere*.tar"), TEXT_SHAPE)
+        ShardStream(str(tmp_path / "nowhere*.tar"), tars.text_shape)
 
 
-def test_patterns_together_are_one_source(tmp_path: Path) -> None:
-    first, second = write_texts(tmp_path / "a", [9, 9]), write_texts(tmp_path / "b", [9])
-    together = ShardStream([first, second], TEXT_SHAPE, lanes=2, epochs=1)
+def test_patterns_together_are_one_source(tars: Any, tmp_path: Path) -> None:
+    first, second = tars.write_texts(tmp_path / "a", [9, 9]), tars.write_texts(tmp_path / "b", [9])
+    together = ShardStream([first, second], tars.text_shape, lanes=2, epochs=1)
     assert len(together.manifest.sources) == 1
     assert together.manifest.sources[0].num_shards == 3
     assert sum(batch.segments for batch in together) == 27
@@ -399,8 +303,8 @@ sys.stdout.write("end\\n")
 """
 
 
-def test_killed_and_resumed_it_gives_the_same_batches(mixed: Make, tmp_path: Path) -> None:
-    expected = [content.hex() for content, _ in run(mixed())]
+def test_killed_and_resumed_it_gives_the_same_batches(tars: Any, mixed: Make, tmp_path: Path) -> None:
+    expected = [content.hex() for content, _ in tars.run(mixed())]
     found: list[str] = []
     state = tmp_path / "state"
     while not found or found[-1] != "end":
@@ -422,6 +326,6 @@ def test_killed_and_resumed_it_gives_the_same_batches(mixed: Make, tmp_path: Pat
         if found[-1] != "end":
             # Killed at any moment around the write: the state is that of the last batch or of the one before.
             resumed = StreamState.from_bytes(state.read_bytes())
-            full = [StreamState.from_bytes(data) for _, data in run(mixed())]
+            full = [StreamState.from_bytes(data) for _, data in tars.run(mixed())]
             found = found[: full.index(resumed) + 1]
     assert found == [*expected, "end"]

@@ -1,0 +1,121 @@
+"""Small tars of texts, PNGs and WAVs, and what a stream makes of them, byte for byte."""
+
+import io
+import random
+import tarfile
+import wave
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from treadle.pipeline.batch import PackedBatch
+from treadle.pipeline.stream import ShardStream
+from treadle.shape import AudioShape, BatchShape, ImageShape
+
+Sample = tuple[str, Mapping[str, bytes]]
+Make = Callable[..., ShardStream]
+
+
+class Tars:
+    """Writes shards, and reads batches back."""
+
+    shape = BatchShape(
+        max_rows_per_device=2,
+        max_segments_per_device=24,
+        max_columns_per_row=48,
+        image=ImageShape(patch_side=8),
+        audio=AudioShape(chunk_samples=64),
+    )
+    text_shape = BatchShape(max_rows_per_device=2, max_segments_per_device=24, max_columns_per_row=48)
+
+    @staticmethod
+    def png(rng: random.Random, width: int, height: int) -> bytes:
+        pixels = np.frombuffer(rng.randbytes(width * height * 4), np.uint8).reshape(height, width, 4)
+        out = io.BytesIO()
+        Image.fromarray(pixels).save(out, "png")
+        return out.getvalue()
+
+    @staticmethod
+    def wav(rng: random.Random, samples: int) -> bytes:
+        out = io.BytesIO()
+        with wave.open(out, "wb") as file:
+            file.setnchannels(1)
+            file.setsampwidth(2)
+            file.setframerate(16_000)
+            file.writeframes(rng.randbytes(2 * samples))
+        return out.getvalue()
+
+    @staticmethod
+    def write_shard(path: Path, samples: Sequence[Sample]) -> None:
+        with tarfile.open(path, "w") as tar:
+            for key, fields in samples:
+                for name, data in fields.items():
+                    member = tarfile.TarInfo(f"{key}.{name}")
+                    member.size = len(data)
+                    tar.addfile(member, io.BytesIO(data))
+
+    @staticmethod
+    def mixed_sample(rng: random.Random) -> dict[str, bytes]:
+        fields = {"txt": rng.randbytes(rng.randint(1, 30))}
+        kind = rng.randrange(3)
+        if kind == 1:
+            fields["png"] = Tars.png(rng, rng.randint(1, 24), rng.randint(1, 24))
+        if kind == 2:
+            fields["wav"] = Tars.wav(rng, rng.randint(1, 900))
+        return fields
+
+    @staticmethod
+    def write_mixed(folder: Path, counts: Sequence[int], seed: int = 0) -> str:
+        """Shards with these many samples; answers the pattern that names them."""
+        rng = random.Random(seed)
+        folder.mkdir(parents=True, exist_ok=True)
+        for shard, count in enumerate(counts):
+            Tars.write_shard(folder / f"{shard:03d}.tar", [(f"s{shard}/k{index}", Tars.mixed_sample(rng)) for index in range(count)])
+        return str(folder / "*.tar")
+
+    @staticmethod
+    def write_texts(folder: Path, counts: Sequence[int], width: int = 9) -> str:
+        folder.mkdir(parents=True, exist_ok=True)
+        for shard, count in enumerate(counts):
+            samples = [(f"k{index}", {"txt": f"{shard}.{index} ".encode().ljust(width + index % 5, b".")}) for index in range(count)]
+            Tars.write_shard(folder / f"{shard:03d}.tar", samples)
+        return str(folder / "*.tar")
+
+    @staticmethod
+    def texts(batch: PackedBatch) -> list[tuple[int, int]]:
+        """(shard, index) of the texts of `write_texts` in a batch."""
+        found = []
+        for segment in range(batch.segments):
+            shard, index = batch.payload(segment).tobytes().split(b" ")[0].split(b".")
+            found.append((int(shard), int(index)))
+        return found
+
+    @staticmethod
+    def snapshot(batch: PackedBatch) -> tuple[bytes, bytes]:
+        assert batch.state is not None
+        return batch.buffer[: batch.used_bytes].tobytes(), batch.state.to_bytes()
+
+    @staticmethod
+    def run(stream: ShardStream, most: int = 1 << 30) -> list[tuple[bytes, bytes]]:
+        return [Tars.snapshot(batch) for _, batch in zip(range(most), stream, strict=False)]
+
+
+@pytest.fixture(name="tars")
+def tars_fixture() -> Tars:
+    return Tars()
+
+
+@pytest.fixture(name="mixed")
+def mixed_fixture(tmp_path: Path) -> Make:
+    """Makes streams over five shards of 45 samples in all."""
+    pattern = Tars.write_mixed(tmp_path / "mixed", [14, 0, 9, 17, 5])
+
+    def make(**changed: Any) -> ShardStream:
+        options: dict[str, Any] = {"seed": 3, "lanes": 4, "shuffle": 12, "epochs": 2, "threads": 2, "window": 2, **changed}
+        return ShardStream(pattern, Tars.shape, **options)
+
+    return make
