@@ -48,7 +48,7 @@ def probe_audio(data: memoryview, shape: AudioShape, capacity: int, options: Dec
     kind = _kind(data)
     forms = read_wav(data, options) if kind == "wav" else []
     if forms and all(form.native for form in forms):
-        count = sum(resampled_count(form.frames, max(form.rate_hz, 1), shape.sample_rate) for form in forms)
+        count = sum(resampled_count(form.frames, max(form.fmt.rate_hz, 1), shape.sample_rate) for form in forms)
     else:
         check_whole(kind, data, options, deadline)
         with opened(kind, data, options, deadline) as container:
@@ -84,7 +84,7 @@ def _blocks(kind: Format, data: memoryview, options: DecodeOptions, deadline: De
     if kind == "wav":
         for form in read_wav(data, options):
             if form.native:
-                yield from ((form.rate_hz, block) for block in wav_blocks(form, deadline))
+                yield from ((form.fmt.rate_hz, block) for block in wav_blocks(form, deadline))
             else:
                 part = data[form.start : form.end]
                 yield from _without_padding(coded_blocks("wav", part, options, deadline, whole=True), form.stated_frames)

@@ -1,17 +1,20 @@
 """The entry: one item's bytes to its payload, told by what they hold, never by a name."""
 
-from collections.abc import Callable
-from typing import Literal, TypeVar
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Literal
 
+from treadle.decoders.audio import decode_audio, probe_audio
 from treadle.decoders.errors import DecodeError
+from treadle.decoders.image import decode_image, probe_image
 from treadle.decoders.limits import Deadline, DecodeOptions
 from treadle.decoders.payload import Payload, Probe
 from treadle.decoders.text import decode_text, probe_text
+from treadle.decoders.video import decode_video, probe_video
 from treadle.shape import BatchShape, Modality
 
 Buffer = bytes | bytearray | memoryview
 Cut = Literal["tail", "head"]
-Answer = TypeVar("Answer")
 
 _DEFAULT_OPTIONS = DecodeOptions()
 
@@ -34,19 +37,14 @@ def decode(
     """
     modality = Modality(modality)
     view, capacity, deadline = _prepare(modality, data, shape, options, cut)
-    if modality is Modality.TEXT:
-        return _only_decode_errors(lambda: decode_text(view, capacity, cut, deadline))
-    if modality is Modality.IMAGE:
-        from treadle.decoders.image import decode_image
-
-        return _only_decode_errors(lambda: decode_image(view, shape.image.resolved(), capacity, options))
-    if modality is Modality.VIDEO:
-        from treadle.decoders.video import decode_video
-
-        return _only_decode_errors(lambda: decode_video(view, shape.video.resolved(), capacity, options, deadline))
-    from treadle.decoders.audio import decode_audio
-
-    return _only_decode_errors(lambda: decode_audio(view, shape.audio.resolved(), capacity, options, deadline))
+    with _only_decode_errors():
+        if modality is Modality.TEXT:
+            return decode_text(view, capacity, cut, deadline)
+        if modality is Modality.IMAGE:
+            return decode_image(view, shape.image.resolved(), capacity, options)
+        if modality is Modality.VIDEO:
+            return decode_video(view, shape.video.resolved(), capacity, options, deadline)
+        return decode_audio(view, shape.audio.resolved(), capacity, options, deadline)
 
 
 def probe(
@@ -64,19 +62,14 @@ def probe(
     """
     modality = Modality(modality)
     view, capacity, deadline = _prepare(modality, data, shape, options, cut)
-    if modality is Modality.TEXT:
-        return _only_decode_errors(lambda: probe_text(view, capacity, cut, deadline))
-    if modality is Modality.IMAGE:
-        from treadle.decoders.image import probe_image
-
-        return _only_decode_errors(lambda: probe_image(view, shape.image.resolved(), capacity, options))
-    if modality is Modality.VIDEO:
-        from treadle.decoders.video import probe_video
-
-        return _only_decode_errors(lambda: probe_video(view, shape.video.resolved(), capacity, options, deadline))
-    from treadle.decoders.audio import probe_audio
-
-    return _only_decode_errors(lambda: probe_audio(view, shape.audio.resolved(), capacity, options, deadline))
+    with _only_decode_errors():
+        if modality is Modality.TEXT:
+            return probe_text(view, capacity, cut, deadline)
+        if modality is Modality.IMAGE:
+            return probe_image(view, shape.image.resolved(), capacity, options)
+        if modality is Modality.VIDEO:
+            return probe_video(view, shape.video.resolved(), capacity, options, deadline)
+        return probe_audio(view, shape.audio.resolved(), capacity, options, deadline)
 
 
 def _prepare(modality: Modality, data: Buffer, shape: BatchShape, options: DecodeOptions, cut: Cut) -> tuple[memoryview, int, Deadline]:
@@ -93,10 +86,11 @@ def _prepare(modality: Modality, data: Buffer, shape: BatchShape, options: Decod
     return view, shape.token_capacity(choices=cut == "head"), Deadline(options.max_wall_s)
 
 
-def _only_decode_errors(run: Callable[[], Answer]) -> Answer:
-    """Runs a decode so that content raises nothing but `DecodeError`, whatever a codec library throws."""
+@contextmanager
+def _only_decode_errors() -> Generator[None]:
+    """Lets content raise nothing but `DecodeError`, whatever a codec library throws."""
     try:
-        return run()
+        yield
     except (DecodeError, ImportError):
         # A library that is missing here says nothing about the item.
         raise

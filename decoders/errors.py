@@ -1,12 +1,10 @@
 """The one error that bad input raises."""
 
-from typing import Literal, get_args
+from typing import Literal
 
 DecodeErrorKind = Literal["empty", "unsupported", "corrupt", "truncated", "too_large", "no_stream", "timeout"]
 """Why an item was refused: nothing in it, a format that is not read, damage, an end that is missing, a size beyond
 `DecodeOptions`, no stream of the modality, or too long a decode."""
-
-KINDS: tuple[DecodeErrorKind, ...] = get_args(DecodeErrorKind)
 
 
 class DecodeError(Exception):

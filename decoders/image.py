@@ -40,7 +40,8 @@ def decode_image(data: memoryview, shape: ImageShape, capacity: int, options: De
         DecodeError: the bytes are refused.
     """
     stored = _read_header(data, options, header_only=False)
-    size = _stored_target(stored, shape.patch_side, capacity)
+    # In the orientation of the stored rows: the rule is symmetric in the two sides.
+    size = fit_size(stored.height, stored.width, shape.patch_side, capacity)
     if isinstance(stored.source, JpegHeader):
         pixels = decode_jpeg(data, stored.source, shape.channels, size, options)
         pixels = _resize_array(pixels, size)
@@ -59,16 +60,11 @@ def probe_image(data: memoryview, shape: ImageShape, capacity: int, options: Dec
         DecodeError: the header is refused.
     """
     stored = _read_header(data, options, header_only=True)
-    height, width = _stored_target(stored, shape.patch_side, capacity)
+    height, width = fit_size(stored.height, stored.width, shape.patch_side, capacity)
     if turns_sides(stored.orientation):
         height, width = width, height
     grid = (1, grid_side(height, shape.patch_side), grid_side(width, shape.patch_side))
     return Probe(grid, (1, height, width), True)
-
-
-def _stored_target(stored: _Stored, patch: int, capacity: int) -> tuple[int, int]:
-    """The size to decode to, in the orientation of the stored rows; the rule is symmetric in the two sides."""
-    return fit_size(stored.height, stored.width, patch, capacity)
 
 
 def _read_header(data: memoryview, options: DecodeOptions, *, header_only: bool) -> _Stored:

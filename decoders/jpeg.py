@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from treadle.decoders.colour import from_cmyk
 from treadle.decoders.errors import DecodeError
 from treadle.decoders.exif import exif_orientation
 from treadle.decoders.limits import DecodeOptions
@@ -118,7 +119,7 @@ def decode_jpeg(data: memoryview, header: JpegHeader, channels: int, size: tuple
             pixels = run(bytes(data) + _END)
     except ValueError as error:
         return _judge(str(error), data, header, channels, options)
-    return _from_cmyk(pixels, channels) if header.components == 4 else pixels
+    return from_cmyk(pixels, channels) if header.components == 4 else pixels
 
 
 def _judge(message: str, data: memoryview, header: JpegHeader, channels: int, options: DecodeOptions) -> NDArray[np.uint8]:
@@ -144,20 +145,3 @@ def _decode_odd_sampling(data: memoryview, header: JpegHeader, channels: int, op
     except (OSError, SyntaxError, ValueError, EOFError, IndexError) as error:
         raise DecodeError("truncated" if "truncated" in str(error) else "corrupt", f"JPEG: {error}") from error
     return pixels.reshape(header.height, header.width, channels)
-
-
-def _from_cmyk(inks: NDArray[np.uint8], channels: int) -> NDArray[np.uint8]:
-    """Adobe stores inks inverted, and every decoder assumes it did: light is ink times black over 255."""
-    black = inks[..., 3:].astype(np.uint16)
-    light = ((inks[..., :3] * black + 127) // 255).astype(np.uint8)
-    if channels == 1:
-        return luma(light)
-    if channels == 4:
-        return np.concatenate([light, np.full_like(light[..., :1], 255)], axis=-1)
-    return light
-
-
-def luma(pixels_HW3: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """ITU-R 601 luma `[..., 1]` in 16-bit fixed point, the arithmetic of Pillow's mode L."""
-    red, green, blue = (pixels_HW3[..., c].astype(np.uint32) for c in range(3))
-    return ((19595 * red + 38470 * green + 7471 * blue + 0x8000) >> 16).astype(np.uint8)[..., None]

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from time import monotonic
 
 from treadle.decoders.errors import DecodeError
+from treadle.shape import require_count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeOptions:
-    """Limits and choices of a decode; an item beyond a limit is refused as `too_large` before its memory is touched."""
+    """Limits and choices of a decode; an item beyond a limit is refused, its size before memory is touched."""
 
     max_input_bytes: int = 2**30
     """Bytes of one item as stored."""
@@ -32,11 +33,7 @@ class DecodeOptions:
 
     def __post_init__(self) -> None:
         for name in ("max_input_bytes", "max_pixels", "max_side_px", "max_frames", "max_chunks", "video_min_tubes"):
-            value: object = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"DecodeOptions.{name} is {value!r}: it must be a positive integer")
-        if self.max_pixels > 2**31 - 1:
-            raise ValueError(f"DecodeOptions.max_pixels is {self.max_pixels}: it must be below {2**31}")
+            require_count("DecodeOptions", name, getattr(self, name), 1, 2**31 - 1 if name == "max_pixels" else 2**62)
         for name in ("max_audio_s", "max_wall_s"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0 or math.isnan(value):

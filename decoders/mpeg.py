@@ -1,5 +1,6 @@
 """MPEG audio frames, MP3 above all, walked header by header: what is between them, what is missing, where files were joined."""
 
+import functools
 from dataclasses import dataclass
 
 from treadle.decoders.errors import DecodeError
@@ -38,7 +39,7 @@ def read_mpeg(data: memoryview, options: DecodeOptions, deadline: Deadline) -> t
     Raises:
         DecodeError: the bytes between frames are damage, or the format is not read; in strict mode also a missing end.
     """
-    raw = bytes(data)
+    raw, lengths = bytes(data), _frame_lengths()
     at, size = skip_id3(data, 0), len(data)
     runs: list[MpegRun] = []
     fresh = True
@@ -46,7 +47,7 @@ def read_mpeg(data: memoryview, options: DecodeOptions, deadline: Deadline) -> t
     for count in range(options.max_chunks):
         if count % _CHECK_EVERY == 0:
             deadline.check()
-        length = _LENGTHS.get(raw[at : at + 3][1:3], 0) if at < size and raw[at] == 0xFF else 0
+        length = lengths.get(raw[at + 1 : at + 3], 0) if at < size and raw[at] == 0xFF else 0
         if length == _FREE:
             raise DecodeError("unsupported", "free-format MPEG audio")
         if length == 0:
@@ -127,8 +128,11 @@ def _frame_bytes(second: int, third: int) -> int:
     return (72_000 if layer == 3 and version != 3 else 144_000) * kbits // rate_hz + padding
 
 
-# A dictionary over two header bytes walks a file at a third of a microsecond a frame.
-_LENGTHS = {bytes((second, third)): length for second in range(256) for third in range(256) if (length := _frame_bytes(second, third))}
+@functools.cache
+def _frame_lengths() -> dict[bytes, int]:
+    """`_frame_bytes` by two header bytes: a file is walked at a third of a microsecond a frame."""
+    headers = ((second, third) for second in range(0xE0, 256) for third in range(256))
+    return {bytes(header): length for header in headers if (length := _frame_bytes(*header))}
 
 
 def _tag_at(raw: bytes, at: int) -> int:
@@ -161,10 +165,11 @@ def _skip_tags(data: memoryview, raw: bytes, at: int) -> int:
 
 def _frames_follow(raw: bytes, at: int) -> bool:
     """Whether three frames in a row stand somewhere after `at`."""
+    lengths = _frame_lengths()
     while (at := raw.find(b"\xff", at + 1)) >= 0:
         place = at
         for _ in range(3):
-            length = _LENGTHS.get(raw[place + 1 : place + 3], 0) if raw[place : place + 1] == b"\xff" else 0
+            length = lengths.get(raw[place + 1 : place + 3], 0) if raw[place : place + 1] == b"\xff" else 0
             if length <= 0:
                 break
             place += length

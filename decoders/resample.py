@@ -13,6 +13,11 @@ Block = tuple[int, Mono]
 """A rate in Hz and consecutive mono samples."""
 LEAST_RATE_HZ, MOST_RATE_HZ = 1_000, 1_000_000
 
+_SCALES = {"u1": (1 / 128, 128.0), "i2": (1 / 2**15, 0.0), "i4": (1 / 2**31, 0.0), "i8": (1 / 2**63, 0.0)}
+"""Factor, and the level that is silence, by numpy's name of an integer type."""
+_LOUDEST = 1e30
+"""What float64 samples are clipped to, so that float32 holds them."""
+
 
 def resampled_count(count: int, rate_hz: int, target_hz: int) -> int:
     """Samples that `count` samples become: their time, rounded up to a whole sample."""
@@ -99,7 +104,3 @@ def to_mono(samples: NDArray[Any], channels: int, *, planar: bool) -> Mono:
         if samples.dtype.kind == "f" and not np.isfinite(mono.sum(dtype=np.float64)):
             raise DecodeError("corrupt", "a sample is not finite")
     return np.ascontiguousarray(np.clip(mono, -_LOUDEST, _LOUDEST) if work is np.float64 else mono, np.float32)
-
-
-_SCALES = {"u1": (1 / 128, 128.0), "i2": (1 / 2**15, 0.0), "i4": (1 / 2**31, 0.0), "i8": (1 / 2**63, 0.0)}
-_LOUDEST = 1e30

@@ -16,11 +16,9 @@ def text_span(data: memoryview, capacity: int, cut: Literal["tail", "head"], dea
     """The range of `data` that a row of `capacity` tokens shows.
 
     Raises:
-        DecodeError: there is no text, or not one code point fits.
+        DecodeError: not one code point fits.
     """
     size = len(data)
-    if size == 0:
-        raise DecodeError("empty", "the text has no bytes")
     if size <= capacity:
         return 0, size
     start, stop = (0, capacity) if cut == "tail" else (size - capacity, size)

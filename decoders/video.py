@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from treadle.decoders.colour import luma
 from treadle.decoders.errors import DecodeError
-from treadle.decoders.jpeg import luma
 from treadle.decoders.limits import Deadline, DecodeOptions, check_pixels
 from treadle.decoders.media import codecs, find_stream, media_errors, opened
 from treadle.decoders.payload import Payload, Probe
@@ -91,14 +91,14 @@ def decode_video(data: memoryview, shape: VideoShape, capacity: int, options: De
     """
     clip = _Clip(data, shape, options, deadline)
     with closing(clip.frames()) as frames:
-        held, first = _hold(clip, frames, shape, capacity, options)
+        held, first = _hold(frames, shape, capacity, options)
         stored = (first.width, first.height) if _turn(first).swap else (first.height, first.width)
         tubes = -(-max(len(held), 1) // shape.tube_frames)
         if not held:
             with closing(clip.frames()) as again:
-                wanted = _least_tubes(shape, options, capacity) * shape.tube_frames
+                wanted = _least_tubes(options, capacity) * shape.tube_frames
                 tubes = -(-sum(1 for _ in islice(again, wanted)) // shape.tube_frames)
-        size = _clip_size(stored, shape, capacity, min(tubes, _least_tubes(shape, options, capacity)))
+        size = _clip_size(stored, shape, capacity, min(tubes, _least_tubes(options, capacity)))
         grid_h, grid_w = grid_side(size[0], shape.patch_side), grid_side(size[1], shape.patch_side)
         most = capacity // (grid_h * grid_w) * shape.tube_frames
         if held:
@@ -120,7 +120,7 @@ def probe_video(data: memoryview, shape: VideoShape, capacity: int, options: Dec
         check_pixels(height, width, options)
         count = _stated_frames(container, stream)
     tubes = -(-max(1, -(-count // shape.frame_stride)) // shape.tube_frames)
-    size = _clip_size((height, width), shape, capacity, min(tubes, _least_tubes(shape, options, capacity)))
+    size = _clip_size((height, width), shape, capacity, min(tubes, _least_tubes(options, capacity)))
     grid_h, grid_w = grid_side(size[0], shape.patch_side), grid_side(size[1], shape.patch_side)
     tubes = min(tubes, capacity // (grid_h * grid_w))
     return Probe((tubes, grid_h, grid_w), (tubes * shape.tube_frames, *size), False)
@@ -133,12 +133,12 @@ def _stated_frames(container: Any, stream: Any) -> int:
     return max(0, min(count, 1 << 40))
 
 
-def _hold(clip: _Clip, frames: Iterator[_Frame], shape: VideoShape, capacity: int, options: DecodeOptions) -> tuple[list[_Frame], _Frame]:
+def _hold(frames: Iterator[_Frame], shape: VideoShape, capacity: int, options: DecodeOptions) -> tuple[list[_Frame], _Frame]:
     """The first frame, and the frames that must be counted before the scale is known; no frames where they are too large."""
     first = next(frames, None)
     if first is None:
         raise DecodeError("empty", "the video stream has no frame")
-    least = _least_tubes(shape, options, capacity)
+    least = _least_tubes(options, capacity)
     patches = grid_side(first.height, shape.patch_side) * grid_side(first.width, shape.patch_side)
     # Where the least number of tubes fits unscaled, no count can change the scale.
     wanted = 1 if patches * least <= capacity else least * shape.tube_frames
@@ -148,7 +148,7 @@ def _hold(clip: _Clip, frames: Iterator[_Frame], shape: VideoShape, capacity: in
     return [first, *islice(frames, wanted - 1)], first
 
 
-def _least_tubes(shape: VideoShape, options: DecodeOptions, capacity: int) -> int:
+def _least_tubes(options: DecodeOptions, capacity: int) -> int:
     """Tubes that must fit the row: no row holds more tubes than tokens."""
     return max(1, min(options.video_min_tubes, capacity))
 

@@ -3,6 +3,7 @@
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,18 +16,28 @@ _PCM, _FLOAT, _ALAW, _MULAW, _EXTENSIBLE = 1, 3, 6, 7, 0xFFFE
 _UNKNOWN = 0xFFFFFFFF
 _BLOCK_FRAMES = 1 << 16
 _MAX_CHANNELS = 1024
+_ORDERS = {b"RIFF": "<", b"RF64": "<", b"BW64": "<", b"RIFX": ">"}
+_WIDTHS = {_PCM: (1, 2, 3, 4, 8), _FLOAT: (4, 8), _ALAW: (1,), _MULAW: (1,)}
+"""Bytes of a sample that are read here, by format."""
 
 
-@dataclass(frozen=True, slots=True)
-class WavForm:
-    """One RIFF form of a file."""
+class _Fmt(NamedTuple):
+    """What a format chunk says."""
 
     tag: int
     channels: int
     rate_hz: int
     frame_bytes: int
     bits: int
+
+
+@dataclass(frozen=True, slots=True)
+class WavForm:
+    """One RIFF form of a file."""
+
+    fmt: _Fmt
     order: str
+    """Of bytes, as `struct` and numpy write it."""
     sound: memoryview
     """The data chunk as far as the file holds it."""
     stated_frames: int
@@ -38,12 +49,12 @@ class WavForm:
     @property
     def native(self) -> bool:
         """Whether the samples are read here; the others (ADPCM and its like) go through the codec library."""
-        return self.tag in (_PCM, _FLOAT, _ALAW, _MULAW)
+        return self.fmt.tag in _WIDTHS
 
     @property
     def frames(self) -> int:
         """Whole sample frames that the file holds."""
-        return len(self.sound) // self.frame_bytes
+        return len(self.sound) // self.fmt.frame_bytes
 
 
 def read_wav(data: memoryview, options: DecodeOptions) -> list[WavForm]:
@@ -70,18 +81,15 @@ def wav_blocks(form: WavForm, deadline: Deadline) -> Iterator[Mono]:
     for first in range(0, form.frames, _BLOCK_FRAMES):
         deadline.check()
         last = min(first + _BLOCK_FRAMES, form.frames)
-        block = form.sound[first * form.frame_bytes : last * form.frame_bytes]
-        yield to_mono(convert(block), form.channels, planar=False)
-
-
-_ORDERS = {b"RIFF": "<", b"RF64": "<", b"BW64": "<", b"RIFX": ">"}
+        block = form.sound[first * form.fmt.frame_bytes : last * form.fmt.frame_bytes]
+        yield to_mono(convert(block), form.fmt.channels, planar=False)
 
 
 def _read_form(data: memoryview, start: int, options: DecodeOptions) -> WavForm:
     order = _ORDERS[bytes(data[start : start + 4])]
     (claimed,) = struct.unpack_from(order + "I", data, start + 4)
     large: dict[bytes, int] = {}
-    form: tuple[int, int, int, int, int] | None = None
+    fmt: _Fmt | None = None
     at, size, stated = start + 12, len(data), 0
     for _ in range(options.max_chunks):
         if at + 8 > size:
@@ -94,22 +102,22 @@ def _read_form(data: memoryview, start: int, options: DecodeOptions) -> WavForm:
         if kind == b"ds64" and len(body) >= 16:
             large = dict(zip((b"RIFF", b"data"), struct.unpack_from(order + "QQ", body), strict=True))
         elif kind == b"fmt ":
-            form = _read_fmt(body, order)
+            fmt = _read_fmt(body, order)
         elif kind == b"fact" and len(body) >= 4:
             (stated,) = struct.unpack_from(order + "I", body)
         elif kind == b"data":
-            if form is None:
+            if fmt is None:
                 raise DecodeError("corrupt", "the WAV's sound comes before its format")
             if length == _UNKNOWN and b"data" in large:
                 length = large[b"data"]
             if claimed == _UNKNOWN and b"RIFF" in large:
                 claimed = large[b"RIFF"]
-            return _with_sound(data, start, at + 8, length, claimed, form, stated, order, options)
+            return _with_sound(data, start, at + 8, length, claimed, fmt, stated, order, options)
         at = _after_chunk(data, at + 8 + length, length)
     raise DecodeError("too_large", f"more than max_chunks {options.max_chunks} chunks")
 
 
-def _read_fmt(body: memoryview, order: str) -> tuple[int, int, int, int, int]:
+def _read_fmt(body: memoryview, order: str) -> _Fmt:
     if len(body) < 16:
         raise DecodeError("corrupt", f"a WAV format of {len(body)} bytes")
     tag, channels, rate_hz, _, frame_bytes, bits = struct.unpack_from(order + "HHIIHH", body)
@@ -119,7 +127,7 @@ def _read_fmt(body: memoryview, order: str) -> tuple[int, int, int, int, int]:
         bits = 8
     if not 1 <= channels <= _MAX_CHANNELS:
         raise DecodeError("corrupt" if channels == 0 else "too_large", f"a WAV of {channels} channels")
-    if tag in (_PCM, _FLOAT, _ALAW, _MULAW):
+    if tag in _WIDTHS:
         sample_bytes = -(-bits // 8)
         # A container wider than its samples is stated by the frame's size alone.
         if frame_bytes % channels == 0 and sample_bytes <= frame_bytes // channels <= 8:
@@ -128,13 +136,10 @@ def _read_fmt(body: memoryview, order: str) -> tuple[int, int, int, int, int]:
             raise DecodeError("corrupt", f"WAV frames of {frame_bytes} bytes for {channels} channels of {bits} bits")
         if sample_bytes not in _WIDTHS[tag]:
             raise DecodeError("unsupported", f"WAV samples of {bits} bits, format {tag}")
-        return tag, channels, rate_hz, channels * sample_bytes, 8 * sample_bytes
+        return _Fmt(tag, channels, rate_hz, channels * sample_bytes, 8 * sample_bytes)
     if frame_bytes == 0:
         raise DecodeError("corrupt", "a WAV with blocks of no bytes")
-    return tag, channels, rate_hz, frame_bytes, bits
-
-
-_WIDTHS = {_PCM: (1, 2, 3, 4, 8), _FLOAT: (4, 8), _ALAW: (1,), _MULAW: (1,)}
+    return _Fmt(tag, channels, rate_hz, frame_bytes, bits)
 
 
 def _with_sound(
@@ -143,28 +148,27 @@ def _with_sound(
     first: int,
     length: int,
     claimed: int,
-    form: tuple[int, int, int, int, int],
+    fmt: _Fmt,
     stated: int,
     order: str,
     options: DecodeOptions,
 ) -> WavForm:
     """Decides where the sound ends: the data chunk's size, unless it was never filled in or the file proves it wrong."""
     size = len(data)
-    tag, channels, rate_hz, frame_bytes, bits = form
     open_ended = length == _UNKNOWN or (length == 0 and first < size and not _chunks_follow(data, first, order))
     end = size if open_ended else first + length
     if end > size:
         # Writers that stop early leave both sizes as they were planned; one that contradicts the file alone is a slip.
         # A header without one frame of sound is not cut but empty.
         missing = min(end - size, start + 8 + claimed - size)
-        if claimed not in (0, _UNKNOWN) and missing >= frame_bytes and size - first >= frame_bytes and options.strict:
+        if claimed not in (0, _UNKNOWN) and missing >= fmt.frame_bytes and size - first >= fmt.frame_bytes and options.strict:
             raise DecodeError("truncated", f"the WAV lacks {missing} bytes that its header promises")
         end = size
     after = min(end if open_ended else _after_chunk(data, end, length), size)
     while after + 8 <= size and bytes(data[after : after + 4]) not in _ORDERS:
         (other,) = struct.unpack_from(order + "I", data, after + 4)
         after = min(_after_chunk(data, after + 8 + other, other), size)
-    return WavForm(tag, channels, rate_hz, frame_bytes, bits, order, data[first:end], stated, start, after)
+    return WavForm(fmt, order, data[first:end], stated, start, after)
 
 
 def _chunks_follow(data: memoryview, at: int, order: str) -> bool:
@@ -189,13 +193,13 @@ def _after_chunk(data: memoryview, end: int, length: int) -> int:
 
 
 def _converter(form: WavForm) -> Callable[[memoryview], NDArray[np.generic]]:
-    order, width = form.order, form.bits // 8
-    if form.tag in (_ALAW, _MULAW):
-        table = _alaw_table() if form.tag == _ALAW else _mulaw_table()
+    order, tag, width = form.order, form.fmt.tag, form.fmt.bits // 8
+    if tag in (_ALAW, _MULAW):
+        table = _alaw_table() if tag == _ALAW else _mulaw_table()
         return lambda block: table[np.frombuffer(block, np.uint8)]
-    if form.tag == _PCM and width == 3:
+    if tag == _PCM and width == 3:
         return lambda block: _widened(block, order)
-    kind = "u1" if form.tag == _PCM and width == 1 else f"{order}{'f' if form.tag == _FLOAT else 'i'}{width}"
+    kind = "u1" if tag == _PCM and width == 1 else f"{order}{'f' if tag == _FLOAT else 'i'}{width}"
     return lambda block: np.frombuffer(block, kind)
 
 

@@ -6,7 +6,7 @@ gradients are products in a fixed order.
 On ties the lowest token wins. A product may give equal columns other last bits, so a tie is what lies within its rounding, `TIE_ULPS`.
 
 Shape suffixes: T query tokens, K document tokens, W width, Q queries, N documents; B query tokens of a slab, C documents of a tile,
-L tokens of its longest.
+L tokens of its longest, X places of a tile in all (C * L).
 """
 
 from collections.abc import Iterator
@@ -62,17 +62,20 @@ def _query_slabs(offsets_Q1: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
         first = end
 
 
-def _winners(u_BW: Tensor, v_KW: Tensor, tile: _Tile) -> tuple[Tensor, Tensor, Tensor]:
-    """The tile's tokens [C * L, W], and the largest similarity and its token [B, C]."""
+def _similarities(u_BW: Tensor, v_KW: Tensor, tile: _Tile) -> tuple[Tensor, Tensor]:
+    """The tile's tokens [C * L, W], and their similarities [B, C, L], minus infinity at padding."""
     v_XW = v_KW[tile.token_CL.reshape(-1)]
     similarity_BCL = (u_BW @ v_XW.T).view(len(u_BW), *tile.token_CL.shape)
-    similarity_BCL.masked_fill_(tile.padding_CL, -torch.inf)
-    largest_BC = similarity_BCL.amax(2)
-    length_C = torch.linalg.vector_norm(v_XW, dim=1).view(tile.token_CL.shape).amax(1)
+    return v_XW, similarity_BCL.masked_fill_(tile.padding_CL, -torch.inf)
+
+
+def _winners(u_BW: Tensor, v_XW: Tensor, similarity_BCL: Tensor) -> Tensor:
+    """The lowest token [B, C] of each document whose similarity is the largest, as far as rounding tells."""
+    length_C = torch.linalg.vector_norm(v_XW, dim=1).view(similarity_BCL.shape[1:]).amax(1)
     rounding_BC = TIE_ULPS * torch.finfo(u_BW.dtype).eps * torch.linalg.vector_norm(u_BW, dim=1)[:, None] * length_C
-    reach_BC = largest_BC - rounding_BC
-    winner_BC = (similarity_BCL >= reach_BC[:, :, None]).to(torch.uint8).max(2).indices
-    return v_XW, largest_BC, winner_BC
+    reach_BC = similarity_BCL.amax(2) - rounding_BC
+    winner_BC: Tensor = (similarity_BCL >= reach_BC[:, :, None]).to(torch.uint8).max(2).indices
+    return winner_BC
 
 
 class _MaxSim(torch.autograd.Function):
@@ -84,7 +87,7 @@ class _MaxSim(torch.autograd.Function):
         tiles = _document_tiles(document_offsets_N1)
         for queries, tokens, query_B in _query_slabs(query_offsets_Q1):
             for tile in tiles:
-                _, largest_BC, _ = _winners(u_TW[tokens], v_KW, tile)
+                largest_BC = _similarities(u_TW[tokens], v_KW, tile)[1].amax(2)
                 sums = largest_BC.new_zeros(queries.stop - queries.start, len(tile.document_C)).index_add_(0, query_B, largest_BC)
                 scores_QN[queries, tile.document_C] = sums
         return scores_QN
@@ -101,7 +104,8 @@ class _MaxSim(torch.autograd.Function):
         for queries, tokens, query_B in _query_slabs(query_offsets_Q1):
             for tile in tiles:
                 by_score_BC = by_score_QN[queries][:, tile.document_C][query_B]
-                v_XW, _, winner_BC = _winners(u_TW[tokens], v_KW, tile)
+                v_XW, similarity_BCL = _similarities(u_TW[tokens], v_KW, tile)
+                winner_BC = _winners(u_TW[tokens], v_XW, similarity_BCL)
                 coefficient_BCL = u_TW.new_zeros(*winner_BC.shape, tile.token_CL.shape[1])
                 coefficient_BCL.scatter_(2, winner_BC[:, :, None], by_score_BC[:, :, None])
                 coefficient_BX = coefficient_BCL.view(len(query_B), -1)

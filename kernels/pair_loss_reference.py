@@ -59,29 +59,28 @@ class PairRows:
     ambient_weight: float
     """Repelling weight of a pair that no edge names and no group spares; 0 leaves it unscored."""
 
-    def repel_weights(self, first: int, end: int, dtype: torch.dtype) -> Tensor:
-        """Repelling weights [B, N] of anchors `first` to `end`: 0 for a pair that does not repel."""
+    def slab(self, first: int, end: int, dtype: torch.dtype) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        """What anchors `first` to `end` repel and attract.
+
+        Returns:
+            Repelling weights [B, N], 0 for a pair that does not repel; row, candidate and weight of every attracting pair, by row.
+        """
         group_B1, self_B = self.group_M[first:end, None], self.self_M[first:end]
-        weights_BN = torch.full((end - first, len(self.group_N)), self.ambient_weight, dtype=dtype, device=self.group_N.device)
+        repel_BN = torch.full((end - first, len(self.group_N)), self.ambient_weight, dtype=dtype, device=self.group_N.device)
         if self.ambient_weight:
-            weights_BN.masked_fill_((group_B1 == self.group_N) & (group_B1 != 0), 0.0)
+            repel_BN.masked_fill_((group_B1 == self.group_N) & (group_B1 != 0), 0.0)
             present = (self_B >= 0).nonzero()[:, 0]
-            weights_BN[present, self_B[present]] = 0.0
+            repel_BN[present, self_B[present]] = 0.0
         rows_E, pairs = self.named.rows(first, end)
-        weights_BN[rows_E, self.named.ids_E[pairs]] = self.named.repel_E[pairs].to(dtype)
-        return weights_BN
-
-    def attracting(self, first: int, end: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """Row, candidate and weight of every attracting pair of anchors `first` to `end`, by row."""
-        rows_E, pairs = self.named.rows(first, end)
-        weights_E = self.named.attract_E[pairs].to(dtype)
-        keep = (weights_E > 0).nonzero()[:, 0]
-        return rows_E[keep], self.named.ids_E[pairs][keep], weights_E[keep]
+        ids_E, attract_E = self.named.ids_E[pairs], self.named.attract_E[pairs].to(dtype)
+        repel_BN[rows_E, ids_E] = self.named.repel_E[pairs].to(dtype)
+        keep = (attract_E > 0).nonzero()[:, 0]
+        return repel_BN, (rows_E[keep], ids_E[keep], attract_E[keep])
 
 
-def slab_rows(candidates: int, elements: int = SLAB_ELEMENTS) -> int:
+def slab_rows(candidates: int) -> int:
     """Anchors of a slab over that many candidates."""
-    return max(16, min(256, elements // max(1, candidates)))
+    return max(16, min(256, SLAB_ELEMENTS // max(1, candidates)))
 
 
 def row_losses(scores_BN: Tensor, repel_BN: Tensor, attract: tuple[Tensor, Tensor, Tensor], form: PairForm) -> tuple[Tensor, Tensor]:
@@ -209,9 +208,7 @@ class _PairLoss(torch.autograd.Function):
                 slab = slice(first, end)
                 scaled_BW = unit_x_MW[slab] * scale_M1[slab]
                 scores_BN = torch.addmm(bias_M1[slab], scaled_BW, unit_y_NW.T)
-                loss_B, by_score_BN = row_losses(
-                    scores_BN, pairs.repel_weights(first, end, dtype), pairs.attracting(first, end, dtype), form
-                )
+                loss_B, by_score_BN = row_losses(scores_BN, *pairs.slab(first, end, dtype), form)
                 loss_M[slab] += loss_B
                 if not any(ctx.needs_input_grad):
                     continue
@@ -282,8 +279,8 @@ class _RowLoss(torch.autograd.Function):
         step = slab_rows(scores_MN.shape[1])
         for first in range(0, len(scores_MN) if scores_MN.shape[1] else 0, step):
             end = min(first + step, len(scores_MN))
-            repel_BN, attract = pairs.repel_weights(first, end, dtype), pairs.attracting(first, end, dtype)
-            loss_M[first:end], gradient_MN[first:end] = row_losses(scores_MN[first:end].detach().to(dtype), repel_BN, attract, form)
+            scores_BN = scores_MN[first:end].detach().to(dtype)
+            loss_M[first:end], gradient_MN[first:end] = row_losses(scores_BN, *pairs.slab(first, end, dtype), form)
         ctx.save_for_backward(gradient_MN.to(scores_MN.dtype))
         return loss_M.double().sum().to(dtype)
 

@@ -1,9 +1,9 @@
 """The checkpoints of a run: step files, which is the newest, and which scored best.
 
-    checkpoints/step-00001000.safetensors   one per save, the newest `keep` of them
-    checkpoints/LATEST                      the name of the newest whole one
-    checkpoints/last.safetensors            the newest, under a name that stays
-    checkpoints/best.safetensors            the best on the held-out samples, and best.json, which step and how good
+checkpoints/step-00001000.safetensors   one per save, the newest `keep` of them
+checkpoints/LATEST                      the name of the newest whole one
+checkpoints/last.safetensors            the newest, under a name that stays
+checkpoints/best.safetensors            the best on the held-out samples, and best.json, which step and how good
 """
 
 import json

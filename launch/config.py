@@ -268,7 +268,9 @@ def build(owner: type[T], tree: Mapping[str, object], *, path: str = "") -> T:
             given[name] = build(nested, {}, path=here)
         elif name not in given and default is dataclasses.MISSING:
             doc = docs.get(name, "").rstrip(".")
-            raise ConfigError(f"{here} is missing: give {describe(hint)}{f' ({doc})' if doc else ''}, in the file or as --{here} VALUE", here)
+            raise ConfigError(
+                f"{here} is missing: give {describe(hint)}{f' ({doc})' if doc else ''}, in the file or as --{here} VALUE", here
+            )
     try:
         return owner(**given)
     except ConfigError:

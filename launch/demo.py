@@ -1,6 +1,6 @@
 """`treadle demo`: writes a small four-modality dataset, trains on it, and tells what the tower learned about combinations it never saw.
 
-    scenes -> encoded files -> tar shards -> ShardStream -> Trainer -> checkpoint -> recall, questions answered, what to type next
+scenes -> encoded files -> tar shards -> ShardStream -> Trainer -> checkpoint -> recall, questions answered, what to type next
 """
 
 import shlex
@@ -65,13 +65,15 @@ def demo_settings(out: Path, steps: int, device: str | None = None) -> "RunSetti
         hidden=128,
         batch=batch,
         objective=Objective.CONTRASTIVE,
-        schedule=Schedule(steps=steps, learning_rate=3e-3, warmup_steps=max(1, steps // 10)),
+        schedule=Schedule(steps=steps, learning_rate=1.2e-3, warmup_steps=max(1, steps // 10)),
         device=device,
     )
     return RunSettings(
         output=out / "run",
         trainer=trainer,
-        data=DataSettings(sources=(SourceSettings(urls=(str(out / "shards" / "train-*.tar"),)),), quarantine=out / "run" / "quarantine.jsonl"),
+        data=DataSettings(
+            sources=(SourceSettings(urls=(str(out / "shards" / "train-*.tar"),)),), quarantine=out / "run" / "quarantine.jsonl"
+        ),
         held_out=HeldOutSettings(sources=(SourceSettings(urls=(str(out / "shards" / "held-out-*.tar"),)),), kinds=KINDS),
         log_every=10,
         save_every=max(1, steps // 2),

@@ -41,9 +41,9 @@ class DatasetPlan:
     """Captioned recordings to train on."""
     held_out_pictures: int = 200
     """Pictures of combinations that no training sample shows; each shows another one."""
-    held_out_clips: int = 120
+    held_out_clips: int = 160
     """Clips of combinations never trained on."""
-    held_out_sounds: int = 120
+    held_out_sounds: int = 160
     """Recordings of combinations never trained on."""
     second_language_share: float = 0.25
     """Share of the training samples that also bring a caption in another script; held-out samples all do."""

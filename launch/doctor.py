@@ -20,8 +20,26 @@ from treadle.launch.flags import CONTEXT
 
 Standing = Literal["ok", "missing", "failed"]
 
-LIBRARIES = ("torch", "torchaudio", "triton", "numpy", "av", "pillow", "simplejpeg", "soxr", "webdataset", "fsspec", "safetensors", "zstandard")
-OPTIONAL = {"triton": "comes with torch on Linux", "s3fs": "pip install 'treadle[s3]'", "gcsfs": "pip install 'treadle[gcs]'", "huggingface-hub": "pip install 'treadle[hf]'"}
+LIBRARIES = (
+    "torch",
+    "torchaudio",
+    "triton",
+    "numpy",
+    "av",
+    "pillow",
+    "simplejpeg",
+    "soxr",
+    "webdataset",
+    "fsspec",
+    "safetensors",
+    "zstandard",
+)
+OPTIONAL = {
+    "triton": "comes with torch on Linux",
+    "s3fs": "pip install 'treadle[s3]'",
+    "gcsfs": "pip install 'treadle[gcs]'",
+    "huggingface-hub": "pip install 'treadle[hf]'",
+}
 VIDEO_DECODERS = ("h264", "hevc", "vp8", "vp9", "av1", "mpeg4")
 AUDIO_DECODERS = ("pcm_s16le", "flac", "mp3", "opus", "vorbis", "aac")
 WRITTEN_MIB = 64

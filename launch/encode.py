@@ -42,7 +42,9 @@ class Content:
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.argument("inputs", nargs=-1)
 @click.option("--text", "texts", multiple=True, metavar="TEXT", help="A text to encode, besides the inputs; repeat for more.")
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="File of vectors: .npy, or .safetensors.")
+@click.option(
+    "--out", required=True, type=click.Path(path_type=Path), help="File of vectors: .npy (also when it has no ending), or .safetensors."
+)
 @click.option("--dimensions", type=click.IntRange(min=1), help="Leading values to keep; all of them when not given.")
 @click.option("--modality", type=click.Choice([str(m) for m in Modality]), help="What the files hold, where their names do not say.")
 @click.option("--device", help="Device to run on; CUDA where there is one when not given.")
@@ -67,6 +69,8 @@ def encode_command(
     from treadle.model import Encoder
 
     schema = configuration(Schema, None, take_flags(Schema, parameters))
+    if not out.suffix:
+        out = out.with_suffix(".npy")
     if out.suffix not in (".npy", ".safetensors"):
         raise ConfigError(f"--out is {out}: it must end in .npy or .safetensors")
     if not inputs and not texts:
@@ -98,7 +102,9 @@ def _contents(
             continue
         for sample in read_samples((SourceSettings(urls=(pattern,)),), encoder.config.batch, schema):
             for place, field in enumerate(sample.fields):
-                yield Content(sample.key, field, Modality(int(sample.items.modalities[place])), bytes(sample.items.content(place)), sample.url)
+                yield Content(
+                    sample.key, field, Modality(int(sample.items.modalities[place])), bytes(sample.items.content(place)), sample.url
+                )
 
 
 def _single(name: str, kind: Modality | None) -> Content | None:
@@ -131,13 +137,17 @@ def _encode(encoder: "Encoder", contents: Iterator[Content], out: Path, dimensio
                     continue
                 if kind not in encoder.modalities:
                     failed += len(listed)
-                    sys.stderr.write(f"{listed[0].origin}: {kind} is not encoded here: the run trained {', '.join(map(str, encoder.modalities))}\n")
+                    sys.stderr.write(
+                        f"{listed[0].origin}: {kind} is not encoded here: the run trained {', '.join(map(str, encoder.modalities))}\n"
+                    )
                     continue
                 found_NM = encoder.encode(kind, [content.data for content in listed], dimensions, on_error="nan").cpu().numpy()
                 for content, vector in zip(listed, found_NM, strict=True):
                     if np.isfinite(vector).all():
                         vectors.append(vector)
-                        lines.append(json.dumps({"key": content.key, "field": content.field, "modality": str(kind), "source": content.origin}))
+                        lines.append(
+                            json.dumps({"key": content.key, "field": content.field, "modality": str(kind), "source": content.origin})
+                        )
                     else:
                         failed += 1
                         sys.stderr.write(f"{content.origin}: {content.key} {content.field}: {_why(encoder, content)}\n")

@@ -15,7 +15,9 @@ from treadle.launch.settings import HeldOutSettings
 @click.command("evaluate", cls=Suggesting, context_settings=CONTEXT)
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.argument("shards", nargs=-1)
-@click.option("--json", "json_path", type=click.Path(path_type=Path, allow_dash=True), help="Also write the numbers as JSON; - is the screen.")
+@click.option(
+    "--json", "json_path", type=click.Path(path_type=Path, allow_dash=True), help="Also write the numbers as JSON; - is the screen."
+)
 @click.option("--dimensions", type=click.IntRange(min=1), help="Leading values of the vectors to compare; all of them when not given.")
 @click.option("--device", help="Device to run on; CUDA where there is one when not given.")
 @flags(HeldOutSettings)

@@ -77,7 +77,9 @@ def _joined(parts: list[object]) -> object:
     return joined
 
 
-def configuration(owner: type[T], file: Path | None, given: Sequence[tuple[Leaf, object]], defaults: Mapping[str, object] | None = None) -> T:
+def configuration(
+    owner: type[T], file: Path | None, given: Sequence[tuple[Leaf, object]], defaults: Mapping[str, object] | None = None
+) -> T:
     """The configuration of a file with flags over it.
 
     Raises:

@@ -42,7 +42,9 @@ class InspectSettings:
 
 @click.command("inspect", cls=Suggesting, context_settings=CONTEXT)
 @click.argument("sources", nargs=-1)
-@click.option("--config", type=click.Path(path_type=Path), help="TOML file of a training run, whose batch shape and data settings are taken.")
+@click.option(
+    "--config", type=click.Path(path_type=Path), help="TOML file of a training run, whose batch shape and data settings are taken."
+)
 @click.option("--html", "page", type=click.Path(path_type=Path), help="Also write a page with packed rows as pictures.")
 @flags(InspectSettings)
 def inspect_command(sources: tuple[str, ...], config: Path | None, page: Path | None, **parameters: Any) -> None:

@@ -56,7 +56,9 @@ def packing_tree(config: Path | None, sources: tuple[str, ...]) -> Tree:
 @click.command("pack", cls=Suggesting, context_settings=CONTEXT)
 @click.argument("sources", nargs=-1)
 @click.option("--out", required=True, help="Folder of the packed shards, which must hold none.")
-@click.option("--config", type=click.Path(path_type=Path), help="TOML file of a training run, whose batch shape and data settings are taken.")
+@click.option(
+    "--config", type=click.Path(path_type=Path), help="TOML file of a training run, whose batch shape and data settings are taken."
+)
 @flags(PackSettings)
 def pack_command(sources: tuple[str, ...], out: str, config: Path | None, **parameters: Any) -> None:
     """Read, decode and pack SOURCES (URLs, globs, brace ranges of tar shards) into shards of packed batches.
@@ -82,7 +84,10 @@ def _pack(settings: PackSettings, out: str) -> None:
     batches = segments = tokens = dropped = 0
     fill = 0.0
     with StopRequest() as stop, open_stream(settings.data, settings.batch, late) as stream:
-        with PackedWriter(out, batches_per_shard=settings.batches_per_shard) as writer, Bar("packing batches", settings.max_batches or None) as bar:
+        with (
+            PackedWriter(out, batches_per_shard=settings.batches_per_shard) as writer,
+            Bar("packing batches", settings.max_batches or None) as bar,
+        ):
             for batch in stream:
                 writer.write(batch)
                 batches += 1
@@ -94,7 +99,9 @@ def _pack(settings: PackSettings, out: str) -> None:
         counts = stream.quarantine.counts
     if not batches:
         raise ValueError(f"{', '.join(url for source in settings.data.sources for url in source.urls)}: holds no item that could be packed")
-    click.echo(f"wrote {batches:,} batches to {out}: {segments:,} items, {tokens:,} tokens, fill {fill / batches:.4f}, {dropped:,} items dropped")
+    click.echo(
+        f"wrote {batches:,} batches to {out}: {segments:,} items, {tokens:,} tokens, fill {fill / batches:.4f}, {dropped:,} items dropped"
+    )
     if counts:
         click.echo("left out: " + ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())))
     if stop:

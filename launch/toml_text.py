@@ -71,7 +71,9 @@ def _is_tables(value: object) -> bool:
 
 def toml_text(tree: Mapping[str, object], path: tuple[str, ...] = ()) -> str:
     """The tree as TOML: a table's own values first, its tables after them."""
-    lines = [f"{_key(key)} = {value_text(value)}" for key, value in tree.items() if not isinstance(value, Mapping) and not _is_tables(value)]
+    lines = [
+        f"{_key(key)} = {value_text(value)}" for key, value in tree.items() if not isinstance(value, Mapping) and not _is_tables(value)
+    ]
     blocks = ["\n".join(lines)] if lines else []
     for key, value in tree.items():
         here = (*path, _key(key))

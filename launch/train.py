@@ -19,7 +19,9 @@ STOPPED_VARIABLE = "TREADLE_STOPPED_FILE"
 
 @click.command("train", cls=Suggesting, context_settings=CONTEXT)
 @click.argument("config", required=False, type=click.Path(path_type=Path))
-@click.option("--resume", "resume", metavar="PATH", type=click.Path(path_type=Path), help="Go on from a run's folder, or from a checkpoint.")
+@click.option(
+    "--resume", "resume", metavar="PATH", type=click.Path(path_type=Path), help="Go on from a run's folder, or from a checkpoint."
+)
 @click.option("--nodes", metavar="N", type=int, help="Short for --workers.nodes.")
 @click.option("--node-rank", metavar="R", type=int, help="Short for --workers.node_rank.")
 @click.option("--rendezvous", metavar="HOST:PORT", help="Short for --workers.rendezvous.")

@@ -1,6 +1,6 @@
 """A training run of one rank: stream, trainer, checkpoints, evaluations and logs, from the first step or from where it stopped.
 
-    shards -> ShardStream -> Trainer.fit -> on_step: metrics, checkpoints, held-out evaluations, stop requests
+shards -> ShardStream -> Trainer.fit -> on_step: metrics, checkpoints, held-out evaluations, stop requests
 """
 
 import logging

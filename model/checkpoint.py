@@ -24,7 +24,8 @@ from torch import Tensor
 
 from treadle.model.config import TrainerConfig
 from treadle.model.config_json import to_json, trainer_config_from_json
-from treadle.model.storage_file import DamagedFileError, OnTensor, StorageFileError, read_tensors, require_format, write_tensors
+from treadle.model.storage_errors import DamagedFileError, require_format
+from treadle.model.storage_file import OnTensor, read_tensors, write_tensors
 
 KIND = "treadle.checkpoint"
 VERSION = 1
@@ -252,15 +253,3 @@ def _require(path: str | Path, tensors: Mapping[str, Tensor], name: str, dtype: 
     tensor = tensors.get(name)
     if tensor is None or tensor.dtype != dtype or tuple(tensor.shape) != shape:
         raise DamagedFileError(path, f"entry {name!r} is missing or of another type or shape")
-
-
-__all__ = [
-    "CheckpointContent",
-    "CheckpointMismatchError",
-    "RankState",
-    "StorageFileError",
-    "fold_ranks",
-    "read_checkpoint",
-    "require_entries",
-    "versions",
-]

@@ -28,6 +28,13 @@ class Deferred(Generic[T]):
         return self._future.done()
 
 
+def settled(value: T) -> Deferred[T]:
+    """The answer of a call that has ended with `value`."""
+    future: Future[T] = Future()
+    future.set_result(value)
+    return Deferred(future)
+
+
 class Worker:
     """One thread that runs what it is given, in the order given.
 

@@ -7,14 +7,18 @@ import torch
 Precision = Literal["fp32", "bf16"]
 
 
-def pick_device(owner: str, device: str | torch.device | None) -> torch.device:
-    """`device`, or CUDA where there is one, else the CPU.
+def pick_device(owner: str, device: str | torch.device | None, local_index: int | None = None) -> torch.device:
+    """`device`, or CUDA where there is one, else the CPU; a CUDA device always with its number, which selecting it for a thread needs.
+
+    Args:
+        owner: what refusals call it.
+        local_index: this process's number on its machine, which picks among the CUDA devices where none is named; None takes the current one.
 
     Raises:
         ValueError: there is no such device here.
     """
     if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     if not isinstance(device, str | torch.device):
         raise ValueError(f"{owner} is {device!r}: it must be a device such as 'cpu', 'cuda' or 'cuda:1'")
     try:
@@ -24,6 +28,8 @@ def pick_device(owner: str, device: str | torch.device | None) -> torch.device:
     count = torch.cuda.device_count() if picked.type == "cuda" and torch.cuda.is_available() else 0
     if picked.type == "cuda" and (picked.index or 0) >= count:
         raise ValueError(f"{owner} is {str(device)!r}: this process sees {count} CUDA devices")
+    if picked.type == "cuda" and picked.index is None:
+        return torch.device("cuda", torch.cuda.current_device() if local_index is None else local_index % count)
     return picked
 
 

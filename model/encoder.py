@@ -3,7 +3,7 @@
 Contents of any number are packed into as many batches as they need; what a content becomes does not depend, beyond rounding, on what it
 is packed with.
 
-Suffixes: N contents, M dimensions, S segments, P positions, D hidden, W width of a token vector.
+Suffixes: N contents, M dimensions, S segments, P positions, D hidden, W width of a token vector, L legal bytes in all.
 """
 
 import os
@@ -23,6 +23,7 @@ from torch.nn.functional import normalize
 
 from treadle.decoders import DecodeError, DecodeOptions
 from treadle.model.checkpoint import read_checkpoint, require_entries
+from treadle.model.choices import choice_log_probabilities
 from treadle.model.config import TrainerConfig
 from treadle.model.device import Precision, computes_in_bf16, pick_device
 from treadle.model.layout import BatchLayout
@@ -152,7 +153,7 @@ class Encoder:
         for batch, index_S in self._batches(modality, listed, None, on_error):
             states_PD, layout = self._states(batch)
             with torch.no_grad():
-                vectors_PW = normalize(head(states_PD.float()).float(), dim=1)
+                vectors_PW = head(states_PD.float())
             for index, start, tokens in zip(index_S, layout.start_S.tolist(), layout.tokens_S.tolist(), strict=True):
                 kept = tokens if max_tokens is None else min(tokens, max_tokens)
                 out[index] = vectors_PW[start + 1 : start + 1 + kept].clone()
@@ -181,12 +182,10 @@ class Encoder:
         data = np.zeros(int(offsets[-1]), np.float32)
         for batch, index_S in self._batches(Modality.TEXT, listed, legal, "raise"):
             states_PD, layout = self._states(batch)
-            mask_S = layout.start_S + layout.length_S - 1
             with torch.no_grad():
-                logits_SV = self._network.heads.text(states_PD[mask_S].float()).float()
-            for segment, index in enumerate(index_S):
-                entry_L = torch.tensor(list(legal[index]), device=self.device)
-                data[offsets[index] : offsets[index + 1]] = logits_SV[segment, entry_L].softmax(dim=0).cpu().numpy()
+                probability_L = choice_log_probabilities(states_PD.float(), self._network.heads.text, layout).exp().cpu().numpy()
+            for index, (first, end) in zip(index_S, pairwise(layout.choice_offsets_S1.tolist()), strict=True):
+                data[offsets[index] : offsets[index + 1]] = probability_L[first:end]
         return Tape(data, offsets)
 
     def _states(self, batch: PackedBatch) -> tuple[Tensor, BatchLayout]:

@@ -110,7 +110,9 @@ def retrieve(
     if queries.shape[1] != documents.shape[1]:
         raise ValueError(f"queries have {queries.shape[1]} dimensions, documents {documents.shape[1]}: encode both at one width")
     if not count or len(relevant) != count or (skip is not None and len(skip) != count):
-        raise ValueError(f"there are {count} queries and {len(relevant)} sets of relevant documents: there must be one for each, and a query")
+        raise ValueError(
+            f"there are {count} queries and {len(relevant)} sets of relevant documents: there must be one for each, and a query"
+        )
     skipped: Indices = np.full(count, -1) if skip is None else np.asarray(skip, dtype=np.int64)
     best: Indices = np.empty(count, dtype=np.int64)
     worst: Indices = np.empty(count, dtype=np.int64)
@@ -121,7 +123,9 @@ def retrieve(
             number = first + row
             wanted = np.unique(np.asarray(relevant[number], dtype=np.int64))
             if not len(wanted) or wanted[0] < 0 or wanted[-1] >= pool or skipped[number] in wanted:
-                raise ValueError(f"query {number} has relevant documents {list(relevant[number])}: some, other than itself, from 0 to {pool - 1}")
+                raise ValueError(
+                    f"query {number} has relevant documents {list(relevant[number])}: some, other than itself, from 0 to {pool - 1}"
+                )
             if skipped[number] >= 0:
                 score_N[skipped[number]] = -np.inf
             ranks, tied = _ranks(score_N, wanted)
@@ -183,7 +187,9 @@ def retrieve_between(
         labels: what each item shows; samples with equal content share a label.
     """
     if not len(vectors_ND) == len(kinds) == len(labels):
-        raise ValueError(f"there are {len(vectors_ND)} vectors, {len(kinds)} kinds and {len(labels)} labels: there must be one of each an item")
+        raise ValueError(
+            f"there are {len(vectors_ND)} vectors, {len(kinds)} kinds and {len(labels)} labels: there must be one of each an item"
+        )
     members: dict[str, dict[int, list[int]]] = {}
     for number, (kind, label) in enumerate(zip(kinds, labels, strict=True)):
         members.setdefault(kind, {}).setdefault(label, []).append(number)

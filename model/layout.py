@@ -51,10 +51,8 @@ class BatchLayout:
     """int64: segment of each position."""
     coord_P3: Tensor
     """int32: (t, h, w) of each position. A token's place in its grid; 0 for a prefix; for a mask position t is the number of tokens."""
-    kind_P: Tensor
-    """uint8: 0 prefix, 1 text, 2 image, 3 video, 4 audio, 5 mask."""
     positions: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-    """int64: the positions of each kind, ascending."""
+    """int64: the positions of each kind, ascending: prefix, text, image, video, audio, mask."""
 
     modality_S: Tensor
     """int64"""
@@ -76,8 +74,6 @@ class BatchLayout:
     """int64"""
     side_S: Tensor
     """int64: `LateInteractionSide`."""
-    bag_S: Tensor
-    """int64"""
     item_S: Tensor
     """int64: index among the step's items."""
 
@@ -151,7 +147,6 @@ class BatchLayout:
             num_items=batch.items,
             segment_P=put(segment),
             coord_P3=put(coord, torch.int32),
-            kind_P=put(kind, torch.uint8),
             positions=(by_kind[0], by_kind[1], by_kind[2], by_kind[3], by_kind[4], by_kind[5]),
             modality_S=put(modality),
             start_S=put(start),
@@ -163,7 +158,6 @@ class BatchLayout:
             group_S=put(batch.group[:used]),
             temperature_group_S=put(batch.temperature_group[:used]),
             side_S=put(batch.side[:used].astype(np.int64)),
-            bag_S=put(batch.bag[:used]),
             item_S=put(batch.item[:used]),
             choice_offsets_S1=put(choice_offsets),
             choice_bytes=put(batch.choices.data.astype(np.int64)),

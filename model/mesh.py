@@ -106,15 +106,8 @@ class World:
         """The sum over ranks, the same bits on all; in place."""
         return x
 
-    def all_max(self, x: Tensor) -> Tensor:
-        """The largest over ranks, element by element; in place."""
-        return x
-
     def sum_gradients(self, flat: Tensor) -> None:
         """Sums a flat gradient over ranks, in place, slice by slice."""
-
-    def barrier(self) -> None:
-        """Waits for all ranks."""
 
     def exchange(self, values: Sequence[int]) -> list[list[int]]:
         """Every rank's integers, by rank; all ranks give equally many. Host only."""
@@ -132,11 +125,10 @@ class World:
 class ProcessWorld(World):
     """The ranks of torch's default process group."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self) -> None:
         import torch.distributed as dist
 
         self._dist = dist
-        self._device = device
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
 
@@ -150,18 +142,11 @@ class ProcessWorld(World):
         self._dist.all_reduce(x)
         return x
 
-    def all_max(self, x: Tensor) -> Tensor:
-        self._dist.all_reduce(x, op=self._dist.ReduceOp.MAX)
-        return x
-
     def sum_gradients(self, flat: Tensor) -> None:
         step = BUCKET_BYTES // flat.element_size()
         waits = [self._dist.all_reduce(flat[at : at + step], async_op=True) for at in range(0, flat.numel(), step)]
         for wait in filter(None, waits):
             wait.wait()
-
-    def barrier(self) -> None:
-        self.exchange([0])
 
     def exchange(self, values: Sequence[int]) -> list[list[int]]:
         mine = torch.tensor(list(values), dtype=torch.int64)
@@ -321,10 +306,8 @@ def _flatten(value: object, prefix: str = "") -> dict[str, object]:
 
 
 def _pick_device(device: str | torch.device | None, local_index: int) -> torch.device:
-    picked = pick_device("Mesh.bootstrap's device", device)
+    picked = pick_device("Mesh.bootstrap's device", device, local_index)
     if picked.type == "cuda":
-        if str(picked) == "cuda":
-            picked = torch.device("cuda", local_index % max(1, torch.cuda.device_count()))
         torch.cuda.set_device(picked)
     return picked
 
@@ -401,7 +384,7 @@ def _own_address() -> str:
 
 
 def _joined(device: torch.device) -> Mesh:
-    world = ProcessWorld(device)
+    world = ProcessWorld()
     hosts = len(set(world.exchange_bytes(socket.gethostname().encode())))
     backend = "nccl" if device.type == "cuda" else "gloo"
     logger.info("rank %d of %d on %s, %d hosts, %s", world.rank, world.size, device, hosts, backend)

@@ -27,6 +27,8 @@ from treadle.shape import Modality, Objective
 TERMS = ("text", "image", "video", "audio", "contrastive", "late_interaction", "choices")
 """The first four are the masked terms, in the order of `Modality`."""
 
+CONTRASTIVE, LATE_INTERACTION, CHOICES = (TERMS.index(term) for term in ("contrastive", "late_interaction", "choices"))
+
 
 def term_weights(config: TrainerConfig) -> tuple[float, ...]:
     """The weight of every term, in the order of `TERMS`; 0 for one that the run does not have."""
@@ -79,17 +81,17 @@ class Objectives:
     def counts(self, batch: MicroBatch) -> Tensor:
         """float64 `[K]`: this rank's denominators of a micro-batch."""
         layout = batch.layout
-        counts_K = torch.zeros(len(TERMS), dtype=torch.float64, device=layout.id_S.device)
+        counts_K = torch.zeros(len(TERMS), dtype=torch.float64, device=layout.device)
         if not layout.num_segments:
             return counts_K
         if batch.corruption is not None:
-            counts_K[:4] = masked_counts(layout, batch.corruption)
+            counts_K[: len(Modality)] = masked_counts(layout, batch.corruption)
         if batch.candidates is not None:
-            counts_K[4] = contrastive_count(layout, batch.candidates, self._contrastive)
-        if self.weights_K[5]:
-            counts_K[5] = late_interaction_count(layout, self._late, self._contrastive)
-        if self.weights_K[6]:
-            counts_K[6] = choices_count(layout)
+            counts_K[CONTRASTIVE] = contrastive_count(layout, batch.candidates, self._contrastive)
+        if self.weights_K[LATE_INTERACTION]:
+            counts_K[LATE_INTERACTION] = late_interaction_count(layout, self._late, self._contrastive)
+        if self.weights_K[CHOICES]:
+            counts_K[CHOICES] = choices_count(layout)
         return counts_K
 
     def sums(self, network: Network, batch: MicroBatch, world: World) -> "TermSums":
@@ -98,7 +100,7 @@ class Objectives:
         numerators: dict[str, Tensor] = {}
         if not layout.num_segments:
             # Nothing to run, but the others' backward passes will ask this rank for its share of the exchange.
-            pooled_SD = torch.zeros(0, network.hidden, device=layout.id_S.device, requires_grad=self.scores_pairs)
+            pooled_SD = torch.zeros(0, network.hidden, device=layout.device, requires_grad=self.scores_pairs)
             if self.scores_pairs and world.size > 1:
                 numerators["contrastive"] = _tied(pooled_SD.sum(), world.gather(pooled_SD, batch.sizes))
             return TermSums(numerators, pooled_SD.detach())
@@ -119,7 +121,7 @@ class Objectives:
                 numerators["late_interaction"] = late_interaction_sum(
                     states_PD, network.token_head, layout, network.token_temperatures, self._late, self._contrastive
                 )
-            if self.weights_K[6]:
+            if self.weights_K[CHOICES]:
                 numerators["choices"] = choices_sum(states_PD, network.heads.text, layout)
         return TermSums(numerators, pooled_SD.detach())
 

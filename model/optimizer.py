@@ -59,18 +59,13 @@ class FlatParameters:
             parameter.data = view
             parameter.grad = self.view(self.gradients, name)
 
-    @property
-    def names(self) -> list[str]:
-        """Parameter names in buffer order."""
-        return list(self._spans)
-
     def view(self, flat: Tensor, name: str) -> Tensor:
         """The part of a buffer of this layout that belongs to a parameter, in its shape."""
         begin, end, shape = self._spans[name]
         return flat[begin:end].view(shape)
 
     def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter's part of a buffer of this layout."""
+        """Every parameter's part of a buffer of this layout, in the buffer's order."""
         for name in self._spans:
             yield name, self.view(flat, name)
 

@@ -35,7 +35,8 @@ from treadle.model.record_parts import (
     scheduler_differences,
 )
 from treadle.model.record_values import ValueReader, ValueWriter, tensors_named
-from treadle.model.storage_file import DamagedFileError, read_tensors, require_format, write_tensors
+from treadle.model.storage_errors import DamagedFileError, require_format
+from treadle.model.storage_file import read_tensors, write_tensors
 
 Kind = Literal["plain", "weighted", "with_dtypes", "weighted_with_dtypes"]
 Accumulator = GradientsAccumulator | WeightedGradientsAccumulator

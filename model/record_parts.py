@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from treadle.model.record_values import Copy, ValueReader, ValueWriter
+from treadle.model.record_values import Copy, ValueWriter
 
 MAX_LISTED = 12
 """Differences that a refusal lists."""
@@ -197,12 +197,3 @@ def check_parts(structure: Any, keys: Mapping[str, type]) -> None:
     for key, kind in keys.items():
         if not isinstance(structure.get(key), kind):
             raise ValueError(f"the record's {key!r} is missing or malformed")
-
-
-def read_state(structure: Mapping[str, Any], key: str, reader: ValueReader) -> Any:
-    """A recorded value of the structure.
-
-    Raises:
-        ValueError: it is malformed.
-    """
-    return reader.read(structure[key])

@@ -110,13 +110,12 @@ class ValueReader:
     """Turns nodes back into values; every node is checked, since a file may hold anything.
 
     Args:
-        tensors: what nodes name; those named are noted in `used`.
+        tensors: what nodes name.
         device: where tensors that were not on the CPU go; those that were stay there (generator states must).
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], device: torch.device | str = "cpu") -> None:
         self._tensors, self._device = tensors, device
-        self.used: set[str] = set()
 
     def read(self, node: object, depth: int = 0) -> Any:
         """The value of a node, sharing no memory with the record.
@@ -174,7 +173,6 @@ class ValueReader:
     def _take(self, name: object) -> Tensor:
         if not isinstance(name, str) or name not in self._tensors:
             raise ValueError(f"tensor {str(name)[:80]!r} is missing")
-        self.used.add(name)
         return self._tensors[name]
 
 

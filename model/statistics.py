@@ -115,7 +115,8 @@ class StatisticsReader:
     @property
     def told(self) -> tuple[int, int]:
         """Dropped segments and refused updates that a reader was told of, in the whole run."""
-        return self._dropped_told, self._skipped_told
+        with self._lock:
+            return self._dropped_told, self._skipped_told
 
     def remember(self, row: StepRow) -> None:
         """Keeps a row until it is read or too old, in case its update was refused."""

@@ -24,7 +24,7 @@ from treadle.model.checkpoint import (
 )
 from treadle.model.config import Progress, TrainerConfig
 from treadle.model.config_json import geometry_differences, to_json
-from treadle.model.deferred import Deferred, Worker
+from treadle.model.deferred import Deferred, Worker, settled
 from treadle.model.device import computes_in_bf16, pick_device
 from treadle.model.mesh import World, require_same
 from treadle.model.network import Network
@@ -201,11 +201,11 @@ class Trainer:
             if self._saving is not None:
                 self._wait_for_saving()
             if ranks is None:
-                return _Done()
+                return settled(None)
             content = self._content(ranks, copied=not wait)
             if wait:
                 write(content)
-                return _Done()
+                return settled(None)
             self._saving = self._writer.submit(lambda: write(content))
             return self._saving
 
@@ -359,19 +359,6 @@ class Trainer:
             else:
                 fresh.append(name)
         logger.info("started from the weights of %s; fresh: %s", path, ", ".join(fresh) or "none")
-
-
-class _Done(Deferred[None]):
-    """The answer of a call that has ended."""
-
-    def __init__(self) -> None:
-        return
-
-    def result(self, timeout_s: float | None = None) -> None:
-        del timeout_s
-
-    def done(self) -> bool:
-        return True
 
 
 def _position(stream: object) -> StreamState | None:

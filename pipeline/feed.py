@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple, cast
 
 from treadle.decoders import DecodeOptions
 from treadle.pipeline.batch import PackedBatch
@@ -125,8 +125,6 @@ class Context(NamedTuple):
     """Whether a worker decodes it."""
 
 
-
-
 class Feed:
     """One pass, from the start or from a rank's share of a state."""
 
@@ -204,12 +202,16 @@ class Feed:
         """The position just after the last sample consumed."""
         config, share = self._config, self._share
         if share is not None and share.packer is not None:
+            columns = share.packer
             return StreamState.of_rank(
-                config.manifest, config.rank, config.world_size, self._position.snapshot(), share.pending, share.packer
+                config.manifest, config.rank, config.world_size, self._position.snapshot(), share.pending, lambda: columns
             )
         self._restore()
-        tokens: list[Pending] = [token for token, _ in self._packer.pending if isinstance(token, Pending)]
-        return StreamState.of_rank(config.manifest, config.rank, config.world_size, self._position.snapshot(), tokens, self._packer.state())
+        # Every bag of this packer was added with one.
+        tokens = cast("list[Pending]", self._packer.tokens)
+        return StreamState.of_rank(
+            config.manifest, config.rank, config.world_size, self._position.snapshot(), tokens, self._packer.snapshot()
+        )
 
     def _place(self, source: int, shard: int, index: int) -> Place:
         url = self._units.url(source, shard)

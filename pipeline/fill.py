@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from treadle.pipeline.bag import DecodedBag, EdgeColumns, RelationColumns
+from treadle.pipeline.bag import NO_RELATIONS, DecodedBag, EdgeColumns, RelationColumns
 from treadle.pipeline.batch import DIMENSIONS, PackedBatch
 from treadle.pipeline.layout import COUNTS, EDGE_SETS, align
 from treadle.shape import ALIGNMENT_BYTES, LateInteractionSide
@@ -33,6 +33,8 @@ def late_interaction_use(bag: DecodedBag, query_span: int) -> tuple[int, int, in
 
 def joined_relations(placed: Sequence[PlacedBag]) -> RelationColumns:
     """The relations of all bags between segments, which are numbered bag by bag: order within a bag is kept."""
+    if all(bag.relations is NO_RELATIONS for bag, _ in placed):
+        return NO_RELATIONS
     firsts: list[int] = []
     count = 0
     for bag, _ in placed:
@@ -41,9 +43,7 @@ def joined_relations(placed: Sequence[PlacedBag]) -> RelationColumns:
 
     def join(which: int) -> EdgeColumns:
         found = [(bag.relations[which], first) for (bag, _), first in zip(placed, firsts, strict=True) if len(bag.relations[which].sources)]
-        shift = np.repeat(
-            np.array([first for _, first in found], np.int64), np.array([len(edges.sources) for edges, _ in found], np.int64)
-        )
+        shift = np.repeat(np.array([first for _, first in found], np.int64), np.array([len(edges.sources) for edges, _ in found], np.int64))
         none_int, none_float = np.zeros(0, np.int64), np.zeros(0, np.float32)
         return EdgeColumns(
             np.concatenate([none_int, *(edges.sources for edges, _ in found)]) + shift,

@@ -4,6 +4,7 @@ Fields follow each other in a fixed order, each at a multiple of 64 bytes, the t
 prefix moves a whole batch.
 """
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
@@ -119,7 +120,7 @@ class Field(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of the array."""
-        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def view(self, buffer: NDArray[np.uint8]) -> NDArray[Any]:
         """This array in `buffer`, not copied."""

@@ -391,7 +391,9 @@ class Order:
 
     def __init__(self, plan: OrderPlan, catalogue: Catalogue, *, rank: int = 0, world_size: int = 1) -> None:
         if world_size > plan.lanes:
-            raise ValueError(f"lanes is {plan.lanes} and world_size is {world_size}: every rank needs a lane; pass lanes={world_size} or more")
+            raise ValueError(
+                f"lanes is {plan.lanes} and world_size is {world_size}: every rank needs a lane; pass lanes={world_size} or more"
+            )
         if not 0 <= rank < world_size:
             raise ValueError(f"rank is {rank}: it must lie between 0 and world_size - 1 = {world_size - 1}")
         self._blended = plan.blended

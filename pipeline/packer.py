@@ -6,7 +6,7 @@
 Which bags go together, and where, is `placement.py`; how they are written is `fill.py`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -127,9 +127,7 @@ class Packer:
         batch = PackedBatch(self.shape, capacities=self.capacities)
         lost = sum(len(edges.sources) for edges in relations) - sum(len(edges.sources) for edges in kept)
         left_out = sum(payload is not None for payload in payloads) > len(order)
-        fill_batch(
-            batch, placed, kept, num_items=len(items), dropped=len(items) - len(order), dropped_edges=lost, left_out=left_out
-        )
+        fill_batch(batch, placed, kept, num_items=len(items), dropped=len(items) - len(order), dropped_edges=lost, left_out=left_out)
         return batch
 
     def add(self, bag: StepItems, on_error: OnError = "raise", token: object = None) -> bool:
@@ -180,9 +178,7 @@ class Packer:
         placed = [(bag, pending.rows_by_item(rows)) for (_, bag), (pending, rows) in zip(taken, chosen, strict=True)]
         relations: RelationColumns = joined_relations(placed)
         batch = PackedBatch(self.shape, capacities=self.capacities)
-        fill_batch(
-            batch, placed, relations, dropped=self._dropped, dropped_edges=self._dropped_edges, left_out=bool(self._bags)
-        )
+        fill_batch(batch, placed, relations, dropped=self._dropped, dropped_edges=self._dropped_edges, left_out=bool(self._bags))
         self._dropped = self._dropped_edges = 0
         return batch, [token for token, _ in taken]
 
@@ -197,6 +193,11 @@ class Packer:
         return [self._bags[entry.serial] for entry in self._placement.pool]
 
     @property
+    def tokens(self) -> list[object]:
+        """The callers' tokens of what waits, in arrival order."""
+        return [token for token, _ in self._bags.values()]
+
+    @property
     def num_pending(self) -> int:
         """Bags that wait."""
         return len(self._bags)
@@ -208,7 +209,12 @@ class Packer:
 
     def state(self) -> dict[str, NDArray[np.int64]]:
         """The position of the packer in integers, without content: what `load` needs beside the pending bags."""
-        return {**self._placement.state(), "dropped": np.array([self._dropped, self._dropped_edges], np.int64)}
+        return self.snapshot()()
+
+    def snapshot(self) -> Callable[[], dict[str, NDArray[np.int64]]]:
+        """What builds the state of this very moment, whenever it is asked for: cheap where it never is."""
+        placement, dropped = self._placement.snapshot(), (self._dropped, self._dropped_edges)
+        return lambda: {**placement(), "dropped": np.array(dropped, np.int64)}
 
     def load(self, state: Mapping[str, NDArray[np.int64]], bags: Sequence[DecodedBag], tokens: Sequence[object] | None = None) -> None:
         """Goes on from `state`; `bags` are the ones that were pending then, in arrival order, decoded alike.

@@ -11,7 +11,7 @@ which its remaining members still fit. `ready` holds once 2 * window groups wait
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -221,20 +221,31 @@ class Placement:
                 batch.add(bag)
         return batch.placed
 
+    def snapshot(self) -> Callable[[], dict[str, NDArray[np.int64]]]:
+        """What builds the state of this very moment, whenever it is asked for: a bag that waits does not change any more."""
+        counters = [self.batches, self._group, self._total_positions, self._total_squares, self.longest_delay]
+        witness_use, witness_free = self._limits.room - self._witness_room, list(self._witness.free)
+        groups, pool = [(number, opened) for number, (_, opened) in self._groups.items()], list(self.pool)
+
+        def columns() -> dict[str, NDArray[np.int64]]:
+            return {
+                "counters": np.array(counters, np.int64),
+                "witness_use": np.array(unpack_demand(witness_use), np.int64),
+                "witness_free": np.array(witness_free, np.int64),
+                "group_number": np.array([number for number, _ in groups], np.int64),
+                "group_opened": np.array([opened for _, opened in groups], np.int64),
+                "bag_group": np.array([bag.group for bag in pool], np.int64),
+                "bag_arrival": np.array([bag.arrival for bag in pool], np.int64),
+                "bag_items": np.array([len(bag.lengths) for bag in pool], np.int64),
+                "item_length": np.array([length for bag in pool for length in bag.lengths], np.int64),
+                "item_row": np.array([row for bag in pool for row in bag.rows], np.int64),
+            }
+
+        return columns
+
     def state(self) -> dict[str, NDArray[np.int64]]:
         """Everything but the bags' demands, in plain columns; bags in arrival order, their items by descending length."""
-        return {
-            "counters": np.array([self.batches, self._group, self._total_positions, self._total_squares, self.longest_delay], np.int64),
-            "witness_use": np.array(unpack_demand(self._limits.room - self._witness_room), np.int64),
-            "witness_free": np.array(self._witness.free, np.int64),
-            "group_number": np.array(list(self._groups), np.int64),
-            "group_opened": np.array([opened for _, opened in self._groups.values()], np.int64),
-            "bag_group": np.array([bag.group for bag in self.pool], np.int64),
-            "bag_arrival": np.array([bag.arrival for bag in self.pool], np.int64),
-            "bag_items": np.array([len(bag.lengths) for bag in self.pool], np.int64),
-            "item_length": np.array([length for bag in self.pool for length in bag.lengths], np.int64),
-            "item_row": np.array([row for bag in self.pool for row in bag.rows], np.int64),
-        }
+        return self.snapshot()()
 
     def load(self, state: Mapping[str, NDArray[np.int64]], bags: Sequence[PendingBag]) -> None:
         """Goes on from `state`, with the bags that were pending then, in arrival order.
@@ -253,7 +264,9 @@ class Placement:
         ):
             raise ValueError(f"packer state: its columns do not belong together: {sizes}")
         if len(columns["witness_free"]) != self.num_rows or any(not 0 <= size <= self.columns for size in columns["witness_free"]):
-            raise ValueError(f"packer state: {len(columns['witness_free'])} rows do not suit a packer of {self.num_rows} rows of {self.columns}")
+            raise ValueError(
+                f"packer state: {len(columns['witness_free'])} rows do not suit a packer of {self.num_rows} rows of {self.columns}"
+            )
         if len(bags) != len(columns["bag_group"]) or [len(bag.lengths) for bag in bags] != columns["bag_items"]:
             raise ValueError(f"packer state: {len(columns['bag_group'])} bags waited, {len(bags)} are given, or their item counts differ")
         if [length for bag in bags for length in bag.lengths] != columns["item_length"]:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
+from struct import Struct
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,9 @@ def modality_of(name: str) -> Modality | None:
     return EXTENSIONS.get(name.rpartition(".")[2])
 
 
+_EIGHT_IDS = Struct("<8Q")
+
+
 @lru_cache(maxsize=4096)
 def _identity(url: str) -> "blake2b":
     return blake2b(public_url(url).encode("utf-8", "surrogateescape"), digest_size=8, person=b"treadle sample")
@@ -55,7 +59,8 @@ def item_ids(sample: int, num_places: int) -> list[int]:
     ids: list[int] = []
     for block in range(0, num_places, 8):
         digest = blake2b(sample.to_bytes(8, "little") + block.to_bytes(8, "little"), person=b"treadle item").digest()
-        ids += [int.from_bytes(digest[8 * place : 8 * place + 8], "little") for place in range(min(8, num_places - block))]
+        ids += _EIGHT_IDS.unpack(digest)
+    del ids[num_places:]
     return ids
 
 

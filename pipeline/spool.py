@@ -206,12 +206,6 @@ class SpoolStream(ByteStream):
             self._spool.check()
         return moved
 
-    def back(self, n: int) -> bool:
-        if self._own is not None:
-            return False
-        self.position -= n
-        return True
-
     def close(self) -> None:
         own, self._own = self._own, None
         if own is not None:

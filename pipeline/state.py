@@ -36,7 +36,12 @@ _SUB_LANE_COLUMNS: Final[dict[str, type[np.integer[Any]]]] = {
     "epoch": np.int64,
     "over": np.int64,
 }
-_HELD_COLUMNS: Final[dict[str, type[np.integer[Any]]]] = {"held_shard": np.int32, "held_index": np.int32, "held_offset": np.int64, "held_size": np.int64}
+_HELD_COLUMNS: Final[dict[str, type[np.integer[Any]]]] = {
+    "held_shard": np.int32,
+    "held_index": np.int32,
+    "held_offset": np.int64,
+    "held_size": np.int64,
+}
 _PENDING_COLUMNS: Final[dict[str, type[np.integer[Any]]]] = {
     "pending_round": np.int64,
     "pending_taken": np.int64,
@@ -172,9 +177,7 @@ class StreamState:
 
     __slots__ = ("_build", "_columns", "_manifest", "_ranks", "_world_size")
 
-    def __init__(
-        self, manifest: str, world_size: int, ranks: Sequence[int], columns: Columns | Callable[[], Columns]
-    ) -> None:
+    def __init__(self, manifest: str, world_size: int, ranks: Sequence[int], columns: Columns | Callable[[], Columns]) -> None:
         """Takes the manifest as canonical JSON, and the columns or what builds them when first asked for."""
         self._manifest = manifest
         self._world_size = world_size
@@ -184,7 +187,13 @@ class StreamState:
 
     @classmethod
     def of_rank(
-        cls, manifest: str, rank: int, world_size: int, position: Callable[[], Columns], pending: Sequence[Pending], packer: Columns
+        cls,
+        manifest: str,
+        rank: int,
+        world_size: int,
+        position: Callable[[], Columns],
+        pending: Sequence[Pending],
+        packer: Callable[[], Mapping[str, NDArray[Any]]],
     ) -> Self:
         """The state of one rank, built when first asked for; nothing that is passed may change any more."""
 
@@ -194,7 +203,7 @@ class StreamState:
             built["pending_count"] = np.array([len(pending)], np.int64)
             for place, (name, dtype) in enumerate(_PENDING_COLUMNS.items()):
                 built[name] = np.fromiter((bag[place] for bag in pending), dtype, len(pending))
-            for name, values in packer.items():
+            for name, values in packer().items():
                 built[f"packer/{rank}/{name}"] = values
             return built
 

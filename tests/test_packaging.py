@@ -4,6 +4,7 @@ Compared with: the folders in the repository and the contents of a wheel built f
 Run: pytest tests/test_packaging.py
 """
 
+import ast
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("pipeline", "decoders", "model", "kernels", "launch")
+MAY_IMPORT = {
+    "decoders": {"decoders", "shape"},
+    "pipeline": {"pipeline", "decoders", "shape", "lazy"},
+    "kernels": {"kernels"},
+    "model": {"model", "kernels", "pipeline", "decoders", "shape", "lazy"},
+}
+"""What of ours the files of a folder may import; `launch` may import all. CONTRIBUTING.md has the same table."""
 
 
 def declared() -> dict[str, str]:
@@ -64,6 +72,18 @@ def test_no_file_is_imported_under_two_names(tmp_path: Path) -> None:
         "print([names for names in files.values() if len(names) > 1])"
     )
     assert run_python(code, cwd=tmp_path) == "[]"
+
+
+@pytest.mark.parametrize("folder", MAY_IMPORT)
+def test_imports_run_one_way(folder: str) -> None:
+    found: set[str] = set()
+    for file in (ROOT / folder).glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("treadle."):
+                found.add(str(node.module).split(".")[1])
+            elif isinstance(node, ast.Import):
+                found |= {name.name.split(".")[1] for name in node.names if name.name.startswith("treadle.")}
+    assert folder in found and found <= MAY_IMPORT[folder]
 
 
 @pytest.mark.parametrize("name", ["Packer", "PackedBatch", "StepItems", "BatchShape"])

@@ -54,7 +54,14 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of 4 training shards (60 samples) and 1 held-out one (18 samples)."""
     folder = tmp_path_factory.mktemp("shards")
     plan = DatasetPlan(
-        pictures=30, clips=14, sounds=16, held_out_pictures=8, held_out_clips=4, held_out_sounds=6, samples_per_shard=18, second_language_share=0.5
+        pictures=30,
+        clips=14,
+        sounds=16,
+        held_out_pictures=8,
+        held_out_clips=4,
+        held_out_sounds=6,
+        samples_per_shard=18,
+        second_language_share=0.5,
     )
     write_dataset(folder, plan)
     return folder
@@ -92,7 +99,9 @@ class Done:
 
 
 @pytest.fixture
-def treadle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], environment: dict[str, str]) -> Callable[..., Done]:
+def treadle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], environment: dict[str, str]
+) -> Callable[..., Done]:
     """Runs `treadle ARGUMENTS` in this process, on one thread, in `tmp_path`; `code` is the exit code that is expected."""
     monkeypatch.chdir(tmp_path)
     for name in set(os.environ) - set(environment):

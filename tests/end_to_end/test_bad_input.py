@@ -78,7 +78,12 @@ class TestSources:
 
     @pytest.mark.parametrize("damage", ["empty", "zeros", "text", "cut"])
     def test_damaged_shards_leave_nothing_to_train_on(self, treadle: Run, config: Callable[..., Path], tmp_path: Path, damage: str) -> None:
-        content = {"empty": b"", "zeros": bytes(10240), "text": b"this is no tar\n" * 100, "cut": add(tmp_path / "t.tar", {"a.txt": b"x" * 900}).read_bytes()[:700]}
+        content = {
+            "empty": b"",
+            "zeros": bytes(10240),
+            "text": b"this is no tar\n" * 100,
+            "cut": add(tmp_path / "t.tar", {"a.txt": b"x" * 900}).read_bytes()[:700],
+        }
         (tmp_path / "bad.tar").write_bytes(content[damage])
         done = treadle("evaluate", "--help")
         done = treadle("inspect", "bad.tar", code=1)
@@ -191,7 +196,9 @@ class TestOutputs:
         assert "packed" in clear(done.err)
         assert sorted((path.name, path.read_bytes()) for path in (tmp_path / "packed").iterdir()) == before
 
-    def test_a_disk_that_fills_up_leaves_the_last_whole_checkpoint(self, config: Callable[..., Path], environment: dict[str, str], tmp_path: Path) -> None:
+    def test_a_disk_that_fills_up_leaves_the_last_whole_checkpoint(
+        self, config: Callable[..., Path], environment: dict[str, str], tmp_path: Path
+    ) -> None:
         # A limit on the size of files stands in for a full disk: every write past it fails as one past the disk's end does.
         script = (
             "import resource, signal, sys\nfrom treadle.launch.cli import main\n"

@@ -16,7 +16,14 @@ from treadle.launch.demo_data import DatasetPlan
 Run = Callable[..., Any]
 
 PLAN = DatasetPlan(
-    pictures=36, clips=12, sounds=12, held_out_pictures=12, held_out_clips=6, held_out_sounds=8, samples_per_shard=20, second_language_share=0.5
+    pictures=36,
+    clips=12,
+    sounds=12,
+    held_out_pictures=12,
+    held_out_clips=6,
+    held_out_sounds=8,
+    samples_per_shard=20,
+    second_language_share=0.5,
 )
 
 
@@ -107,7 +114,9 @@ def test_evaluate_agrees_with_the_run(treadle: Run, demo: Path, tmp_path: Path) 
 
 
 def test_evaluate_with_other_words(treadle: Run, demo: Path) -> None:
-    done = treadle("evaluate", demo / "run", demo / "shards/held-out-000.tar", "--json", "-", "--schema.fields", "txt,png,jpg,webp", "--dimensions", 32)
+    done = treadle(
+        "evaluate", demo / "run", demo / "shards/held-out-000.tar", "--json", "-", "--schema.fields", "txt,png,jpg,webp", "--dimensions", 32
+    )
     record = json.loads(done.out)
     assert {pair["document"] for pair in record["pairs"]} == {"caption", "image"}
     assert done.err == ""

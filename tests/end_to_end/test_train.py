@@ -2,6 +2,7 @@
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -58,7 +59,17 @@ def test_a_run_leaves_everything_it_promises(treadle: Run, config: Callable[...,
 
     trained = rows(output)
     assert [row["step"] for row in trained] == [1, 2, 3, 4]
-    for name in ("loss", "contrastive_loss", "masked_text_loss", "masked_image_loss", "masked_video_loss", "masked_audio_loss", "tokens_per_s", "step_s", "fill"):
+    for name in (
+        "loss",
+        "contrastive_loss",
+        "masked_text_loss",
+        "masked_image_loss",
+        "masked_video_loss",
+        "masked_audio_loss",
+        "tokens_per_s",
+        "step_s",
+        "fill",
+    ):
         assert all(row[name] > 0 for row in trained), name
     held_out = rows(output, "held_out")
     assert [row["step"] for row in held_out] == [2, 4]
@@ -106,7 +117,18 @@ def test_two_ranks_train_stop_and_resume(start: Start, config: Callable[..., Pat
 
 
 def test_under_torchrun_it_is_a_rank(config: Callable[..., Path], environment: dict[str, str], tmp_path: Path) -> None:
-    command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "treadle.launch", "train", str(config(steps=2))]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "treadle.launch",
+        "train",
+        str(config(steps=2)),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("trained to step 2") == 1
@@ -140,7 +162,10 @@ def test_packed_batches_take_the_same_steps_and_resume(
     signal_at_step(3, signal.SIGTERM)
     treadle("train", packed, "--output", tmp_path / "from-packed")
     treadle("train", "--resume", tmp_path / "from-packed")
-    one, other = weights(tmp_path / "from-shards/checkpoints/last.safetensors"), weights(tmp_path / "from-packed/checkpoints/last.safetensors")
+    one, other = (
+        weights(tmp_path / "from-shards/checkpoints/last.safetensors"),
+        weights(tmp_path / "from-packed/checkpoints/last.safetensors"),
+    )
     for name, value in one.items():
         np.testing.assert_array_equal(value, other[name], err_msg=name)
 
@@ -148,7 +173,16 @@ def test_packed_batches_take_the_same_steps_and_resume(
 def test_init_starts_another_run_from_the_weights(treadle: Run, config: Callable[..., Path], tmp_path: Path) -> None:
     path = config(steps=2)
     treadle("train", path, "--output", tmp_path / "first")
-    treadle("train", path, "--output", tmp_path / "second", "--trainer.init", tmp_path / "first/checkpoints/last.safetensors", "--trainer.objective", "contrastive")
+    treadle(
+        "train",
+        path,
+        "--output",
+        tmp_path / "second",
+        "--trainer.init",
+        tmp_path / "first/checkpoints/last.safetensors",
+        "--trainer.objective",
+        "contrastive",
+    )
     assert [row["step"] for row in rows(tmp_path / "second")] == [1, 2]
 
 
@@ -174,3 +208,17 @@ def test_resuming_a_run_that_is_done_says_so(treadle: Run, config: Callable[...,
     done = treadle("train", "--resume", tmp_path / "run")
     assert "raise it with --steps to go on" in done.err
     assert "trained to step 1" in done.out
+
+
+def test_two_nodes_meet_with_one_command_each(start: Start, config: Callable[..., Path], tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    path = config(steps=2)
+    meet = ("--nodes", 2, "--rendezvous", f"127.0.0.1:{port}", "--workers.processes", 1)
+    nodes = [start("train", path, *meet, "--node-rank", node) for node in (0, 1)]
+    ended = [node.communicate(timeout=240) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], ended
+    assert sum(out.count("trained to step 2") for out, _ in ended) == 1
+    with safe_open(tmp_path / "run/checkpoints/last.safetensors", "np") as file:
+        assert file.metadata()["world_size"] == "2"

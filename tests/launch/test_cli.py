@@ -50,7 +50,10 @@ def test_python_m_is_the_command() -> None:
     ("arguments", "message"),
     [
         (["trian"], "No such command 'trian'"),
-        (["train", "--trainer.contrastive.bais", "1"], "--trainer.contrastive.bais is not a flag of treadle train: did you mean '--trainer.contrastive.bias'?"),
+        (
+            ["train", "--trainer.contrastive.bais", "1"],
+            "--trainer.contrastive.bais is not a flag of treadle train: did you mean '--trainer.contrastive.bias'?",
+        ),
         (["train", "--trainer.depht", "1"], "did you mean '--trainer.depth'?"),
         (["train"], "output is missing: give a path"),
         (["train", "none.toml"], "none.toml: cannot read the configuration: No such file or directory"),

@@ -28,7 +28,15 @@ SHAPE = BatchShape(
     audio=AudioShape(chunk_samples=400, sample_rate=SOUND_RATE_HZ),
 )
 PLAN = DatasetPlan(
-    pictures=12, clips=6, sounds=8, held_out_pictures=6, held_out_clips=4, held_out_sounds=4, samples_per_shard=10, second_language_share=0.5, seed=3
+    pictures=12,
+    clips=6,
+    sounds=8,
+    held_out_pictures=6,
+    held_out_clips=4,
+    held_out_sounds=4,
+    samples_per_shard=10,
+    second_language_share=0.5,
+    seed=3,
 )
 FILES = [(kind, extension) for kind, extensions in FORMATS.items() for extension in extensions]
 
@@ -59,7 +67,10 @@ def test_captions_agree_with_their_nouns() -> None:
 
 def test_scripts_are_several() -> None:
     letters = {language: caption(Kind.PICTURE, (4, 0, 1, 0), language) for language in LANGUAGES}
-    blocks = {language: Counter(ord(letter) // 128 for letter in text if letter.isalpha()).most_common(1)[0][0] for language, text in letters.items()}
+    blocks = {
+        language: Counter(ord(letter) // 128 for letter in text if letter.isalpha()).most_common(1)[0][0]
+        for language, text in letters.items()
+    }
     assert len(set(blocks.values())) == len(LANGUAGES) == 4
 
 

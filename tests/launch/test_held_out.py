@@ -88,7 +88,9 @@ def test_pairs_and_kinds(tmp_path: Path) -> None:
     source = shard(tmp_path / "a.tar", dict(sorted(files.items())))
     with Trainer(CONFIG) as trainer:
         plain = HeldOut.read(HeldOutSettings(sources=(source,)), CONFIG).evaluate(trainer.network, trainer.device)
-        named = HeldOut.read(HeldOutSettings(sources=(source,), kinds={"el.txt": "greek"}), CONFIG).evaluate(trainer.network, trainer.device)
+        named = HeldOut.read(HeldOutSettings(sources=(source,), kinds={"el.txt": "greek"}), CONFIG).evaluate(
+            trainer.network, trainer.device
+        )
     assert set(plain.pairs) == {("text", "image"), ("image", "text"), ("text", "text")}
     assert (plain.pairs["text", "image"].queries, plain.pairs["text", "image"].documents) == (10, 5)
     assert set(named.pairs) == {(a, b) for a in ("text", "image", "greek") for b in ("text", "image", "greek") if a != b}
@@ -101,15 +103,28 @@ def test_pairs_and_kinds(tmp_path: Path) -> None:
 def test_samples_of_one_group_are_partners(tmp_path: Path) -> None:
     files: dict[str, bytes] = {}
     for number in range(4):
-        files |= {f"{number}.txt": f"{number}".encode(), f"{number}.png": picture(number), f"{number}.relations.json": b'{"group": "%d"}' % (number // 2)}
+        files |= {
+            f"{number}.txt": f"{number}".encode(),
+            f"{number}.png": picture(number),
+            f"{number}.relations.json": b'{"group": "%d"}' % (number // 2),
+        }
     with Trainer(CONFIG) as trainer:
-        result = HeldOut.read(HeldOutSettings(sources=(shard(tmp_path / "a.tar", files),)), CONFIG).evaluate(trainer.network, trainer.device)
+        result = HeldOut.read(HeldOutSettings(sources=(shard(tmp_path / "a.tar", files),)), CONFIG).evaluate(
+            trainer.network, trainer.device
+        )
     # Two of four pictures are right: chance at one is a half.
     assert result.pairs["text", "image"].chance[1] == pytest.approx(0.5)
 
 
 def test_what_cannot_be_read_is_counted(tmp_path: Path) -> None:
-    files = pairs(3) | {"bad.txt": b"half", "bad.png": picture(1)[:40], "odd.xyz": b"?", "odd.txt": b"text", "w.relations.json": b"{", "w.txt": b"x"}
+    files = pairs(3) | {
+        "bad.txt": b"half",
+        "bad.png": picture(1)[:40],
+        "odd.xyz": b"?",
+        "odd.txt": b"text",
+        "w.relations.json": b"{",
+        "w.txt": b"x",
+    }
     held_out = HeldOut.read(HeldOutSettings(sources=(shard(tmp_path / "a.tar", files),)), CONFIG)
     assert held_out.samples == 5
     assert held_out.skipped["unknown_extension"] == 1
@@ -136,7 +151,9 @@ def test_many_batches_keep_every_item(tmp_path: Path) -> None:
         (str(number), field) for number in range(12) for field in ("txt", "png")
     )
     with Trainer(CONFIG) as trainer:
-        one = HeldOut.read(HeldOutSettings(sources=(shard(tmp_path / "a.tar", pairs(12)),)), CONFIG).evaluate(trainer.network, trainer.device)
+        one = HeldOut.read(HeldOutSettings(sources=(shard(tmp_path / "a.tar", pairs(12)),)), CONFIG).evaluate(
+            trainer.network, trainer.device
+        )
         several = held_out.evaluate(trainer.network, trainer.device)
     # What an item is packed with does not change its vector beyond rounding.
     assert one.pairs["text", "image"].recall == several.pairs["text", "image"].recall

@@ -18,7 +18,9 @@ def read(path: Path) -> list[dict[str, object]]:
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    events = import_module("tensorboard.backend.event_processing.event_accumulator").EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events = import_module("tensorboard.backend.event_processing.event_accumulator").EventAccumulator(
+        str(folder), size_guidance={"scalars": 0}
+    )
     events.Reload()
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 

@@ -9,7 +9,14 @@ from treadle.launch.settings import WorkerSettings
 from treadle.launch.signals import StopRequest
 from treadle.launch.workers import adopt_slurm, first_host, processes_here, role
 
-TASK = {"SLURM_PROCID": "5", "SLURM_NTASKS": "16", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "gpu[003-006]", "SLURM_JOB_ID": "123456"}
+TASK = {
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "16",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "gpu[003-006]",
+    "SLURM_JOB_ID": "123456",
+}
 
 
 def test_a_slurm_task_is_a_rank() -> None:

@@ -16,16 +16,15 @@ from safetensors import safe_open
 from treadle.model.checkpoint import CheckpointMismatchError, RankState, fold_ranks, read_checkpoint
 from treadle.model.config import Choices, Contrastive, LateInteraction, Schedule, TrainerConfig
 from treadle.model.statistics import StepResult
-from treadle.model.storage_file import (
+from treadle.model.storage_errors import (
     DamagedFileError,
     MissingFileError,
     NewerFormatError,
     TruncatedFileError,
     UnwritableFileError,
     WrongFormatError,
-    read_tensors,
-    write_tensors,
 )
+from treadle.model.storage_file import read_tensors, write_tensors
 from treadle.model.trainer import Stopped, Trainer
 from treadle.pipeline import PackedBatch, ShardStream, StepItems
 from treadle.shape import BatchShape, ImageShape, Objective

@@ -11,7 +11,7 @@ import torch
 from treadle.decoders import DecodeError
 from treadle.model.config import Choices, LateInteraction, Schedule, TrainerConfig
 from treadle.model.encoder import Encoder
-from treadle.model.storage_file import TruncatedFileError
+from treadle.model.storage_errors import TruncatedFileError
 from treadle.model.trainer import Trainer
 from treadle.pipeline import Packer, StepItems
 from treadle.shape import Modality, Objective

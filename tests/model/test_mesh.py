@@ -38,7 +38,6 @@ def _rank(directory: str, rank: int) -> None:
         collected = world.collect_bytes(f"rank {rank}".encode() * rank)
         out["collected"] = None if collected is None else [part.decode() for part in collected]
         out["sum"] = world.all_sum(torch.tensor([1.0, float(rank)])).tolist()
-        out["max"] = world.all_max(torch.tensor([1.0, float(rank)])).tolist()
         rows = _rows(rank).requires_grad_()
         gathered = world.gather(rows)
         # Every rank weighs every row by its own rank + 1 and the row's place: the gradient of a row is the sum over ranks.
@@ -55,7 +54,7 @@ def _rank(directory: str, rank: int) -> None:
         except ValueError as error:
             out["refused"] = str(error)
         require_same(world, {"config": {"hidden": 128}})
-        world.barrier()
+        world.exchange([0])  # nobody leaves before all are done
     (Path(directory) / f"out-{rank}.json").write_text(json.dumps(out))
 
 
@@ -106,7 +105,6 @@ def test_three_ranks_through_a_folder(tmp_path: Path) -> None:
         assert out["bytes"] == ["", "x", "xx"]
         assert out["collected"] == (["", "rank 1", "rank 2rank 2"] if rank == 0 else None)
         assert out["sum"] == [3.0, 3.0]
-        assert out["max"] == [1.0, 2.0]
         assert out["gathered"] == everyone.tolist()
         # 1 + 2 + 3 ranks, times the row's place.
         assert out["gradient"] == [[6.0 * (first + i + 1)] * 2 for i in range(SIZES[rank])]
@@ -215,7 +213,7 @@ def test_a_closed_meeting_leaves_no_files(tmp_path: Path) -> None:
 
 
 def test_missing_peers_are_named_to_all(tmp_path: Path) -> None:
-    for answer in _meet_all(tmp_path, [(0, 4), (2, 4)], timeout_s=0.3):
+    for answer in _meet_all(tmp_path, [(0, 4), (2, 4)], timeout_s=2.0):
         assert isinstance(answer, PeersMissingError)
         assert "2 of 4 processes did not come" in str(answer)
         assert "host_domain_index 1, 3" in str(answer)

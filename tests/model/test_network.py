@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from treadle.model.config import Choices, Contrastive, LateInteraction, TrainerConfig
-from treadle.model.device import computes_in_bf16, pick_device
 from treadle.model.network import Network
 from treadle.shape import BatchShape, Objective
 
@@ -63,16 +62,3 @@ def test_initial_values_depend_on_seed_and_name_alone(tiny: Tiny) -> None:
     # A run with more heads draws the same values for what both have.
     assert all(torch.equal(joint[name], value) for name, value in masked.items())
     assert not torch.equal(other["tower.blocks.0.qkv"], masked["tower.blocks.0.qkv"])
-
-
-def test_devices() -> None:
-    assert pick_device("device", "cpu") == torch.device("cpu")
-    with pytest.raises(ValueError, match="device is 'toaster': it must be a device such as"):
-        pick_device("device", "toaster")
-    if not torch.cuda.is_available():
-        assert pick_device("device", None) == torch.device("cpu")
-        with pytest.raises(ValueError, match="device is 'cuda': this process sees 0 CUDA devices"):
-            pick_device("device", "cuda")
-    assert not computes_in_bf16(None, torch.device("cpu"))
-    assert computes_in_bf16("bf16", torch.device("cpu"))
-    assert computes_in_bf16(None, torch.device("cuda"))

@@ -94,12 +94,32 @@ WORLDS: dict[int, dict[str, Scenario]] = {
 }
 
 
+def choices_of(ids: list[int]) -> dict[str, Any]:
+    """The captions of even seeds make a choice."""
+    chooses = [i % 2000 == 1 for i in ids]
+    return {
+        "choices": [b"AB" if c else None for c in chooses],
+        "choice_targets": [[0.75, 0.25] if c else None for c in chooses],
+    }
+
+
 def items_of(seeds: list[int], *, texts_only: bool) -> StepItems:
-    """Captions and pictures, in blocks of two seeds, and a text that makes a choice for each block."""
+    """Captions and pictures, some captions making a choice; or the captions alone, without relations."""
+    if texts_only:
+        ids = [1000 * s + 1 for s in seeds]
+        return StepItems([0] * len(seeds), [SAMPLES.caption(s) for s in seeds], ids=ids, sides=[3] * len(seeds), **choices_of(ids))
     items: StepItems = SAMPLES.caption_pairs(seeds)
-    if not texts_only:
-        return items
-    return StepItems([0] * len(seeds), [SAMPLES.caption(s) for s in seeds], ids=[1000 * s + 1 for s in seeds], sides=[3] * len(seeds))
+    assert items.ids is not None
+    return StepItems(
+        items.modalities,
+        items.contents,
+        items.bags,
+        ids=items.ids,
+        groups=items.groups,
+        sides=items.sides,
+        relations=items.relations,
+        **choices_of(items.ids.tolist()),
+    )
 
 
 def joined(parts: list[StepItems]) -> StepItems:
@@ -133,6 +153,7 @@ def joined(parts: list[StepItems]) -> StepItems:
         groups=columns["groups"],
         sides=columns["sides"],
         relations=relations,
+        **choices_of(columns["ids"]),
     )
 
 
@@ -153,6 +174,7 @@ def run(scenario: Scenario, mesh: Mesh | None, batches: list[PackedBatch | None]
                     stats.masked_text_loss,
                     stats.masked_image_loss,
                     stats.late_interaction_loss,
+                    stats.choices_loss,
                     stats.gradient_norm,
                     float(stats.truncated),
                 ]
@@ -224,7 +246,7 @@ def _save_and_resume(mesh: Mesh, folder: Path) -> dict[str, Any]:
         trainer.save(path)
         expected = trainer.step(third).stats
         weights = {name: p.detach().clone() for name, p in trainer.network.named_parameters()}
-    mesh.world.barrier()
+    mesh.world.exchange([0])
     with Trainer(replace(config, resume=path)) as trainer:
         resumed = trainer.step(third).stats
         same = all(torch.equal(p, weights[name]) for name, p in trainer.network.named_parameters())
@@ -285,7 +307,8 @@ def test_a_world_takes_the_steps_of_one_process(world_size: int, name: str, laun
     scenario = WORLDS[world_size][name]
     expected, expected_tensors = run(scenario, None, world_batches(scenario))
     assert expected[0][-2] > 0
-    assert expected[0][4] > 0 or scenario.changes is not NAMED_JOINT
+    # Late interaction and choices.
+    assert min(expected[0][4:6]) > 0 or scenario.changes is not NAMED_JOINT
     for rank in range(world_size):
         seen = json.loads((folder / f"out-{rank}.json").read_text())[name]
         for ours, theirs in zip(seen, expected, strict=True):

@@ -19,7 +19,8 @@ from torch.optim import lr_scheduler as schedules
 
 from treadle.model.accumulate import GradientsAccumulator, WeightedGradientsAccumulator
 from treadle.model.record import RestoredTraining, RestoredWeightedTraining, TrainingRecord
-from treadle.model.storage_file import DamagedFileError, MissingFileError, NewerFormatError, TruncatedFileError, read_tensors, write_tensors
+from treadle.model.storage_errors import DamagedFileError, MissingFileError, NewerFormatError, TruncatedFileError
+from treadle.model.storage_file import read_tensors, write_tensors
 
 torch.set_num_threads(1)
 

@@ -65,8 +65,7 @@ def test_choices_learn(tiny: Tiny) -> None:
     config = tiny(objective=Objective.CONTRASTIVE, choices=Choices(weight=1.0), schedule=Schedule(steps=60, learning_rate=3e-3))
     with Trainer(config) as trainer:
         seen = [trainer.step(batch).stats for _ in range(60)]
-    # No pair is scored (every item repels every other at first only under ambient), so look at the choices term alone:
-    # it starts near log 2 plus what the start adds and ends near the targets' own entropy, 0.325.
+    # The choices term starts near log 2 plus what the start adds and ends near the targets' own entropy, 0.325.
     entropy = -(0.9 * math.log(0.9) + 0.1 * math.log(0.1))
     assert seen[0].choices_loss > 0.5
     assert entropy <= seen[-1].choices_loss + 1e-6 < 0.45

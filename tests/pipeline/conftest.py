@@ -1,10 +1,12 @@
-"""Small tars of texts, PNGs and WAVs, and what a stream makes of them, byte for byte."""
+"""Small tars of texts, PNGs and WAVs, what a stream makes of them byte for byte, and a web server that counts."""
 
 import io
 import random
 import tarfile
+import threading
 import wave
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +104,64 @@ class Tars:
     @staticmethod
     def run(stream: ShardStream, most: int = 1 << 30) -> list[tuple[bytes, bytes]]:
         return [Tars.snapshot(batch) for _, batch in zip(range(most), stream, strict=False)]
+
+
+class Site(ThreadingHTTPServer):
+    """Serves `files` by ranges, and counts the bytes; while `down`, it answers 503."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Page)
+        self.files: dict[str, bytes] = {}
+        self.down = False
+        self.asked = threading.Semaphore(0)
+        """Released by each request."""
+        self.requests = 0
+        self.sent = 0
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Clients that are closed leave in the middle of an answer."""
+
+    def url(self, name: str, data: bytes) -> str:
+        """Serves `data` from now on."""
+        self.files[f"/{name}"] = data
+        return f"http://127.0.0.1:{self.server_address[1]}/{name}"
+
+
+class Page(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Says nothing."""
+
+    def do_GET(self) -> None:
+        site = self.server
+        assert isinstance(site, Site)
+        site.requests += 1
+        site.asked.release()
+        if site.down:
+            self.send_error(503)
+            return
+        data = site.files[self.path]
+        first, _, last = self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")
+        piece = data[int(first) : int(last) + 1 if last else None]
+        site.sent += len(piece)
+        self.send_response(206)
+        self.send_header("Content-Range", f"bytes {first}-{int(first) + len(piece) - 1}/{len(data)}")
+        self.send_header("Content-Length", str(len(piece)))
+        self.end_headers()
+        self.wfile.write(piece)
+
+
+@pytest.fixture(name="site")
+def site_fixture() -> Iterator[Site]:
+    with Site() as site:
+        thread = threading.Thread(target=site.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield site
+        site.shutdown()
+        thread.join()
 
 
 @pytest.fixture(name="tars")

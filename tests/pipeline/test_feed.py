@@ -2,8 +2,10 @@
 samples are read from changes nothing.
 """
 
+import gzip
 import io
 import json
+import pickle
 import random
 import re
 import tarfile
@@ -16,9 +18,13 @@ from typing import Any
 import pytest
 
 from treadle.decoders import DecodeError
-from treadle.pipeline.samples import SampleError
+from treadle.pipeline.feed import NoSamplesError
+from treadle.pipeline.samples import SampleError, Schema
 from treadle.pipeline.shards import ShardError
+from treadle.pipeline.sources import Source
+from treadle.pipeline.storage import RetryPolicy
 from treadle.pipeline.stream import ShardStream
+from treadle.shape import BatchShape
 
 Make = Callable[..., ShardStream]
 
@@ -28,7 +34,7 @@ def damaged(tars: Any, tmp_path: Path) -> tuple[str, Path]:
     rng = random.Random(1)
     pattern = tars.write_mixed(tmp_path / "bad", [10, 10, 10])
     folder = tmp_path / "bad"
-    samples: list[Sample] = [(f"b{index}", {"txt": b"text %d" % index}) for index in range(10)]
+    samples: list[tuple[str, dict[str, bytes]]] = [(f"b{index}", {"txt": b"text %d" % index}) for index in range(10)]
     samples[2] = ("b2", {"txt": b"caption", "png": tars.png(rng, 9, 9)[:-20]})
     samples[4] = ("b4", {"png": b"nothing at all"})
     samples[5] = ("b5", {"txt": b"x", "relations.json": b"{"})
@@ -188,3 +194,122 @@ def test_a_text_only_stream_starts_no_thread(tars: Any, tmp_path: Path) -> None:
     stream = ShardStream(tars.write_texts(tmp_path, [50]), tars.text_shape, lanes=2, epochs=1)
     next(stream)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("treadle")]
+
+
+NOTHING_SELECTED: dict[str, Any] = {"schema": Schema(fields=["jpg"])}
+
+
+def never_a_bag(tars: Any, folder: Path, why: str) -> tuple[str, dict[str, Any]]:
+    """A shard of 20 samples none of which can be part of a batch, and the stream's options."""
+    if why == "not selected":
+        return tars.write_texts(folder, [20]), NOTHING_SELECTED
+    if why == "not decodable":
+        tars.write_shard(folder / "0.tar", [(f"k{index}", {"png": b"no picture"}) for index in range(20)])
+    else:
+        # 25 items of a sample, and 24 segments in a batch.
+        tars.write_shard(folder / "0.tar", [(f"k{index}", {f"{item}.txt": b"x" for item in range(25)}) for index in range(20)])
+    return str(folder / "0.tar"), {}
+
+
+@pytest.mark.parametrize("lanes", [1, 6, 64])
+@pytest.mark.parametrize(
+    ("why", "named"),
+    [
+        ("not selected", r"left out: \d+ not_selected"),
+        ("not decodable", r"quarantined: \d+ unsupported"),
+        ("too many", r"\d+ samples \(\d+ items\) can fit"),
+    ],
+)
+def test_an_endless_stream_without_a_bag_is_told(tars: Any, tmp_path: Path, why: str, named: str, lanes: int) -> None:
+    pattern, options = never_a_bag(tars, tmp_path, why)
+    with ShardStream(pattern, tars.shape, lanes=lanes, threads=1, **options) as stream:
+        with pytest.raises(NoSamplesError, match=named):
+            next(stream)
+        # A whole epoch was read, and not many: looked at after 32 samples, and from then on after twice as many.
+        assert 20 < stream.stats()["read"]["samples"] <= 128
+        with pytest.raises(NoSamplesError):
+            next(stream)
+
+
+def test_an_endless_blend_is_told_once_each_source_is_through(tars: Any, tmp_path: Path) -> None:
+    large, small = tars.write_texts(tmp_path / "a", [300]), tars.write_texts(tmp_path / "b", [2])
+    stream = ShardStream([Source(large), Source(small)], tars.text_shape, lanes=2, **NOTHING_SELECTED)
+    with pytest.raises(NoSamplesError):
+        next(stream)
+    # Half of the draws are of the large source, whose 300 samples are to be seen whole.
+    assert stream.stats()["read"]["samples"] > 300
+
+
+def test_a_source_that_gives_something_ends_no_stream(tars: Any, tmp_path: Path) -> None:
+    """One sample in 400 has an item: the packer waits for it epoch after epoch."""
+    tars.write_shard(tmp_path / "0.tar", [(f"k{index}", {"txt" if index == 399 else "bin": b"abc"}) for index in range(400)])
+    stream = ShardStream(str(tmp_path / "0.tar"), tars.text_shape, lanes=1, shuffle=0, window=1)
+    assert next(stream).segments > 1
+
+
+@pytest.mark.parametrize("why", ["not selected", "not decodable", "too many"])
+def test_a_finite_stream_without_a_bag_ends_with_a_warning(tars: Any, tmp_path: Path, why: str, caplog: pytest.LogCaptureFixture) -> None:
+    pattern, options = never_a_bag(tars, tmp_path, why)
+    stream = ShardStream(pattern, tars.shape, lanes=2, epochs=2, threads=1, **options)
+    assert list(stream) == []
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["end of the data without one batch, after 40 samples"]
+
+
+def test_bags_that_fit_no_batch_are_counted_after_the_last_batch_too(tars: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    samples = [(f"k{index}", {"0.txt": b"x"} if index < 5 else {f"{item}.txt": b"x" for item in range(25)}) for index in range(7)]
+    tars.write_shard(tmp_path / "0.tar", samples)
+    # Each batch holds one bag, and leaves as soon as it is full: the two large bags come after the last.
+    shape = BatchShape(max_rows_per_device=1, max_segments_per_device=24, max_columns_per_row=2)
+    stream = ShardStream(str(tmp_path / "0.tar"), shape, lanes=1, shuffle=0, epochs=1, window=1)
+    batches = list(stream)
+    assert [batch.segments for batch in batches] == [1] * 5
+    assert sum(batch.dropped for batch in batches) == 0
+    assert (stream.stats()["pack"]["unfit_bags"], stream.stats()["pack"]["unfit_items"]) == (2, 50)
+    assert caplog.messages == ["end of the data: 2 samples (50 items) can fit no batch of this shape"]
+
+
+@pytest.mark.parametrize(("lanes", "pack"), [(1, ""), (6, ""), (1, ".gz"), (6, ".gz")])
+def test_what_is_odd_in_a_shard_is_counted_and_told_once(
+    tars: Any, tmp_path: Path, lanes: int, pack: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    tars.write_shard(tmp_path / "0.tar", [(key, {"txt": b"x"}) for key in ("a", "b", "a", "c", "a")])
+    with tarfile.open(tmp_path / "1.tar", "w") as tar:
+        for name, kind in (("a.txt", tarfile.REGTYPE), ("folder", tarfile.DIRTYPE), ("b.txt", tarfile.SYMTYPE), ("c.txt", tarfile.REGTYPE)):
+            member = tarfile.TarInfo(name)
+            member.type, member.linkname = kind, "elsewhere"
+            tar.addfile(member)
+        size = tar.offset
+    for name, length in (("0.tar", None), ("1.tar", size)):
+        data = (tmp_path / name).read_bytes()[:length]
+        (tmp_path / name).unlink()
+        (tmp_path / f"{name}{pack}").write_bytes(gzip.compress(data) if pack else data)
+    stream = ShardStream(str(tmp_path / "*.tar*"), tars.text_shape, lanes=lanes, epochs=3)
+    assert sum(batch.segments for batch in stream) == 15
+    assert stream.warnings == {"key_seen_again": 2, "skipped_directory": 1, "skipped_symbolic_link": 1, "no_end_marker": 1}
+    told = [message.split(": ")[:2] for message in caplog.messages if message.startswith("shard")]
+    zero, one = f"shard {tmp_path}/0.tar{pack}", f"shard {tmp_path}/1.tar{pack}"
+    assert sorted(told) == [[zero, "key_seen_again (2)"], [one, "no_end_marker (1)"], [one, "skipped_symbolic_link (1)"]]
+
+
+def test_a_remote_shard_is_fetched_once_for_all_lanes(tars: Any, tmp_path: Path, site: Any) -> None:
+    tars.write_texts(tmp_path, [300], width=400)
+    data = (tmp_path / "000.tar").read_bytes()
+    shape = BatchShape(max_rows_per_device=2, max_segments_per_device=24, max_columns_per_row=512)
+    options: dict[str, Any] = {"lanes": 64, "shuffle": 100, "epochs": 2, "seed": 1}
+    for name, content in (("000.tar", data), ("000.tar.gz", gzip.compress(data))):
+        site.sent = 0
+        with ShardStream(site.url(name, content), shape, **options) as stream:
+            found = Counter(index for batch in stream for index in tars.texts(batch))
+        assert found == {(0, index): 2 for index in range(300)}
+        # Both epochs, and once its first bytes.
+        assert site.sent <= len(content) + 4096
+
+
+def test_a_retry_policy_reaches_the_reads(tars: Any, site: Any) -> None:
+    site.down = True
+    retry = RetryPolicy(attempts=3, base_delay_s=0.0)
+    stream = ShardStream(site.url("0.tar", b""), tars.text_shape, lanes=1, epochs=1, retry=retry)
+    assert list(stream) == []
+    assert site.requests == 3
+    assert stream.quarantine.counts == {"unreadable": 1}
+    assert pickle.loads(pickle.dumps(stream))._arguments["retry"] == retry

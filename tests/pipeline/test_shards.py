@@ -53,7 +53,7 @@ def write(tmp_path: Path) -> Callable[..., str]:
     return put
 
 
-def read(shard: Shard, **where: int) -> tuple[list[RawSample], ShardError | None]:
+def read(shard: Shard, **where: Any) -> tuple[list[RawSample], ShardError | None]:
     found: list[RawSample] = []
     try:
         found.extend(shard.samples(**where))
@@ -362,6 +362,17 @@ def test_what_webdataset_writes(tmp_path: Path) -> None:
 
 
 def test_bad_arguments() -> None:
-    for bad in ({"part": 2, "parts": 2}, {"part": -1}, {"index": -1}, {"offset": -1}):
+    refused: list[dict[str, Any]] = [{"part": 2, "parts": 2}, {"part": -1}, {"index": -1}, {"offset": -1}]
+    for bad in refused:
         with pytest.raises(ValueError, match="part"):
             next(Shard("a.tar").samples(**bad))
+
+
+def test_a_shard_that_is_not_there_is_a_shard_error(tmp_path: Path) -> None:
+    for name in ("none", "none.tar", "none.tar.gz"):
+        shard = Shard(str(tmp_path / name))
+        for parts in (1, 2):
+            found, error = read(shard, parts=parts)
+            assert (found, error and error.kind) == ([], "not_found")
+        with pytest.raises(ShardError, match="not_found"):
+            shard.sample_at(0, 0, 1024)

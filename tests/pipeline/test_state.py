@@ -62,7 +62,7 @@ class Stream:
 
     def state(self) -> StreamState:
         packer: dict[str, NDArray[Any]] = {"batches": np.array([self.batches])}
-        return StreamState.of_rank(self.manifest, self.rank, self.world_size, self.position.snapshot(), tuple(self.pool), packer)
+        return StreamState.of_rank(self.manifest, self.rank, self.world_size, self.position.snapshot(), tuple(self.pool), lambda: packer)
 
     def load(self, state: StreamState) -> None:
         share = state.deal(self.rank, self.world_size)

@@ -4,11 +4,13 @@ import io
 import tarfile
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from treadle.pipeline.order import Held, UnitBrokenError
 from treadle.pipeline.shards import ShardError
+from treadle.pipeline.storage import RetryPolicy
 from treadle.pipeline.units import Units, read_sample
 
 
@@ -80,3 +82,14 @@ def test_a_shard_that_is_not_there_ends_its_unit(tmp_path: Path, parts: int) -> 
         list(units.read(0, 0, part=0, parts=parts, index=0, offset=0))
     with pytest.raises(ShardError):
         read_sample(str(tmp_path / "none.tar"), Held(0, 0, 1024))
+
+
+def test_closing_ends_the_waits_of_a_broken_read(site: Any) -> None:
+    site.down = True
+    units = Units([[site.url("0.tar", b"")]], retry=RetryPolicy(base_delay_s=86_400.0, max_delay_s=86_400.0))
+    samples = units.read(0, 0, part=0, parts=1, index=0, offset=0)
+    site.asked.acquire()
+    units.close()
+    assert threads() == []
+    with pytest.raises(UnitBrokenError, match="closed"):
+        next(samples)
