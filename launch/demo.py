@@ -47,7 +47,7 @@ def demo_command(out: Path, steps: int | None, device: str | None, again: bool, 
 
 
 def demo_settings(out: Path, steps: int, device: str | None = None) -> "RunSettings":
-    """The run that the demo trains: a tower of 0.8 million parameters and one row of positions per two dozen items."""
+    """The run that the demo trains: a tower of 1.8 million parameters, and batches of about sixty samples."""
     from treadle.launch.settings import DataSettings, HeldOutSettings, RunSettings, SourceSettings
     from treadle.model.config import Schedule, TrainerConfig
     from treadle.shape import AudioShape, BatchShape, ImageShape, Objective, VideoShape
@@ -65,7 +65,7 @@ def demo_settings(out: Path, steps: int, device: str | None = None) -> "RunSetti
         hidden=128,
         batch=batch,
         objective=Objective.CONTRASTIVE,
-        schedule=Schedule(steps=steps, learning_rate=1.2e-3, warmup_steps=max(1, steps // 10)),
+        schedule=Schedule(steps=steps, learning_rate=1.5e-3, warmup_steps=max(1, steps // 10)),
         device=device,
     )
     return RunSettings(

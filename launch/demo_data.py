@@ -19,8 +19,8 @@ import numpy as np
 from treadle.launch.demo_captions import AXES, SECOND_LANGUAGES, Kind, caption
 from treadle.launch.demo_encode import ENCODERS, FORMATS
 from treadle.launch.demo_scenes import draw_scene
-from treadle.launch.files import whole_file
 from treadle.model.config import require_number
+from treadle.pipeline.whole_file import whole_file
 from treadle.shape import require_count
 
 logger = logging.getLogger(__name__)
@@ -33,11 +33,11 @@ HELD_OUT_SEED = 2**40
 class DatasetPlan:
     """How many samples of each kind to write."""
 
-    pictures: int = 1800
+    pictures: int = 1700
     """Captioned pictures to train on."""
-    clips: int = 1000
+    clips: int = 900
     """Captioned clips to train on."""
-    sounds: int = 1000
+    sounds: int = 1200
     """Captioned recordings to train on."""
     held_out_pictures: int = 200
     """Pictures of combinations that no training sample shows; each shows another one."""

@@ -30,8 +30,8 @@ COLOURS = np.array(
 """RGB of the colours, in the order of the captions' words."""
 
 _PLACES = (0.22, 0.5, 0.78)
-_RADII = ((0.105, 0.135), (0.18, 0.22))
-_PITCHES_HZ = (130.0, 260.0, 520.0, 1040.0, 2080.0)
+_RADII = ((0.12, 0.145), (0.195, 0.235))
+_PITCHES_HZ = (110.0, 205.0, 380.0, 705.0, 1310.0)
 _STEPS = ((-1, 0), (1, 0), (0, -1), (0, 1))
 
 
@@ -125,9 +125,9 @@ def draw_picture(attributes: tuple[int, ...], draw: np.random.Generator) -> Pixe
 def draw_clip(attributes: tuple[int, ...], draw: np.random.Generator) -> Pixels:
     """A clip of one shape in steady motion: uint8 `[8, 32, 32, 3]`."""
     shape, colour, direction, pace = attributes
-    step = (0.035, 0.11)[pace] * draw.uniform(0.9, 1.1)
-    start = draw.uniform(0.35, 0.65, 2)
-    ground, tint, radius = _ground(draw, CLIP_SIDE_PX), _tint(draw, colour), draw.uniform(0.2, 0.25)
+    step = (0.03, 0.09)[pace] * draw.uniform(0.9, 1.1)
+    start = draw.uniform(0.4, 0.6, 2)
+    ground, tint, radius = _ground(draw, CLIP_SIDE_PX), _tint(draw, colour), draw.uniform(0.25, 0.3)
     frames: list[Pixels] = []
     for number in range(CLIP_FRAMES):
         way = (number - (CLIP_FRAMES - 1) / 2) * step
@@ -144,7 +144,7 @@ def _voice(voice: int, phase: Samples, seconds: Samples) -> Samples:
     elif voice == 1:
         wave = sum((np.sin(k * phase) / k for k in (1, 2, 3, 4, 5)), start=np.zeros_like(phase)) * 0.7
     else:
-        wave = (np.sin(phase) + 0.6 * np.sin(2.76 * phase) + 0.4 * np.sin(5.4 * phase)) * np.exp(-9 * seconds) * 0.8
+        wave = (np.sin(phase) + 0.6 * np.sin(2.76 * phase) + 0.4 * np.sin(5.4 * phase)) * np.exp(-16 * seconds) * 0.8
     return wave.astype(np.float32)
 
 
@@ -152,15 +152,16 @@ def draw_sound(attributes: tuple[int, ...], draw: np.random.Generator) -> Sample
     """One second of beats: float32 `[16000]` in [-1, 1]."""
     voice, pitch, contour, beats, pace = attributes
     sound = draw.normal(0, 0.004, SOUND_SAMPLES).astype(np.float32)
-    spread_s = (0.92, 0.5)[pace] * draw.uniform(0.96, 1.04)
+    spread_s = (0.92, 0.6)[pace] * draw.uniform(0.96, 1.04)
     period_s = spread_s / (beats + 1)
+    length_s = (0.14, 0.085)[pace] * draw.uniform(0.94, 1.06)
     base_hz = _PITCHES_HZ[pitch] * 2 ** draw.uniform(-0.12, 0.12)
     loudness = draw.uniform(0.5, 0.9)
     for beat in range(beats + 1):
         first = round((0.01 + beat * period_s) * SOUND_RATE_HZ)
-        count = round(period_s * 0.72 * SOUND_RATE_HZ)
+        count = round(length_s * SOUND_RATE_HZ)
         seconds = (np.arange(count) / SOUND_RATE_HZ).astype(np.float32)
-        glide = (0.0, 1.0, -1.0)[contour] * (seconds / seconds[-1] - 0.5) * 0.8
+        glide = (0.0, 1.0, -1.0)[contour] * (seconds / seconds[-1] - 0.5) * 0.9
         phase = (np.cumsum(2 * math.pi * base_hz * 2**glide / SOUND_RATE_HZ) + draw.uniform(0, 2 * math.pi)).astype(np.float32)
         edge = np.minimum(1, np.minimum(np.arange(count), np.arange(count)[::-1]) / 120).astype(np.float32)
         room = sound[first : first + count]

@@ -123,8 +123,9 @@ def _encode(encoder: "Encoder", contents: Iterator[Content], out: Path, dimensio
     """Encodes chunk by chunk; both files appear whole, or not at all."""
     import numpy as np
 
-    from treadle.launch.files import whole_file, write_text
+    from treadle.launch.files import write_text
     from treadle.launch.report import Bar
+    from treadle.pipeline.whole_file import whole_file
 
     vectors: list[np.ndarray] = []
     lines: list[str] = []

@@ -1,30 +1,10 @@
-"""Files that are whole or not there: written beside their place, then renamed into it."""
+"""Small files and folders of a run."""
 
 import os
 import shutil
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
 
-
-@contextmanager
-def whole_file(path: Path) -> Generator[BinaryIO]:
-    """A file that takes its name only when the block ends without an error; the old one stays until then.
-
-    Raises:
-        OSError: the folder or the disk refused it.
-    """
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with open(part, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
+from treadle.pipeline.whole_file import whole_file
 
 
 def write_text(path: Path, text: str) -> None:

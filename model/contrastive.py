@@ -30,7 +30,10 @@ class Temperatures(nn.Module):
 
     @torch.no_grad()
     def clamp_(self) -> None:
-        """Holds the inverse temperatures at most at 100. After the update, never in the loss: a clamp there would stop the gradient that leads back."""
+        """Holds the inverse temperatures at most at 100.
+
+        After the update, never in the loss: a clamp there would stop the gradient that leads back.
+        """
         self.log_scale_G.clamp_(max=math.log(MAX_INVERSE_TEMPERATURE))
 
 

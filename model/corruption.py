@@ -9,7 +9,7 @@ the last modulo 2^32, so that it does not matter how items are packed, dealt to 
 | SHOW 1 | number of the byte in its text | 0: `u` against the fractions, its low byte the random byte |
 | MEDIA 2 | number of the token, or tube column `h * W + w` | 0: the k smallest are masked, ties by lower index |
 
-Suffixes: P positions, S segments, T covered text positions, J drawn spans, N candidates of a choice, C segments that take part.
+Suffixes: P positions, S segments, T covered text positions, J drawn spans, N entries of runs, C segments that take part.
 """
 
 import math
@@ -49,6 +49,10 @@ class Corruption:
     """int64"""
     masked_audio: Tensor
     """int64"""
+
+    def hidden(self, modality: Modality) -> Tensor:
+        """The hidden positions of one modality."""
+        return (self.covered_T, self.masked_image, self.masked_video, self.masked_audio)[modality]
 
 
 def hidden_count(size: Tensor, share: float) -> Tensor:

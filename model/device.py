@@ -28,7 +28,7 @@ def pick_device(owner: str, device: str | torch.device | None, local_index: int 
     count = torch.cuda.device_count() if picked.type == "cuda" and torch.cuda.is_available() else 0
     if picked.type == "cuda" and (picked.index or 0) >= count:
         raise ValueError(f"{owner} is {str(device)!r}: this process sees {count} CUDA devices")
-    if picked.type == "cuda" and picked.index is None:
+    if str(picked) == "cuda":
         return torch.device("cuda", torch.cuda.current_device() if local_index is None else local_index % count)
     return picked
 

@@ -99,11 +99,7 @@ class Embedding(nn.Module):
         position_N = layout.positions[modality + 1]
         if corruption is None:
             return position_N, position_N[:0]
-        hidden_N = {
-            Modality.IMAGE: corruption.masked_image,
-            Modality.VIDEO: corruption.masked_video,
-            Modality.AUDIO: corruption.masked_audio,
-        }[modality]
+        hidden_N = corruption.hidden(modality)
         shown = torch.ones(layout.num_positions, dtype=torch.bool, device=layout.device)
         shown[hidden_N] = False
         return position_N[shown.index_select(0, position_N)], hidden_N

@@ -12,14 +12,13 @@ from torch.nn.functional import linear
 
 from treadle.kernels.maxsim import maxsim
 from treadle.kernels.pair_loss import PairRows, row_loss
+from treadle.kernels.pair_loss_reference import directions
 from treadle.model.config import Contrastive, LateInteraction
 from treadle.model.contrastive import Temperatures, ambient_weight
 from treadle.model.initial import draw_parameter_
 from treadle.model.layout import BatchLayout
 from treadle.model.relations import anchors_with_pairs, named_pairs, pair_form
 from treadle.shape import LateInteractionSide
-
-MIN_NORM = 1e-12
 
 
 class TokenHead(nn.Module):
@@ -34,8 +33,7 @@ class TokenHead(nn.Module):
         """Unit vectors `[P, W]` in fp32 or wider; a state that maps to nothing stays zero and gets no gradient."""
         mapped_PW = linear(states_PD.to(self.weight.dtype), self.weight)
         mapped_PW = mapped_PW if mapped_PW.dtype == torch.float64 else mapped_PW.float()
-        norm_P1 = torch.linalg.vector_norm(mapped_PW, dim=1, keepdim=True)
-        return mapped_PW * torch.where(norm_P1 > MIN_NORM, norm_P1.clamp_min(MIN_NORM).reciprocal(), torch.zeros_like(norm_P1))
+        return directions(mapped_PW, mapped_PW.shape[1])[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,7 @@ from treadle.shape import Modality
 
 def masked_counts(layout: BatchLayout, corruption: Corruption) -> Tensor:
     """int64 `[4]`, by modality: covered text positions, masked image, video and audio positions."""
-    lists = (corruption.covered_T, corruption.masked_image, corruption.masked_video, corruption.masked_audio)
-    return torch.tensor([positions.numel() for positions in lists], dtype=torch.int64, device=layout.device)
+    return torch.tensor([corruption.hidden(m).numel() for m in Modality], dtype=torch.int64, device=layout.device)
 
 
 def masked_sums(heads: Heads, states_PD: Tensor, layout: BatchLayout, corruption: Corruption) -> Tensor:
@@ -32,13 +31,8 @@ def masked_sums(heads: Heads, states_PD: Tensor, layout: BatchLayout, corruption
         with torch.autocast(states_PD.device.type, enabled=False):
             logits_TV = heads.text(states_PD.index_select(0, corruption.covered_T))
         sums[Modality.TEXT] = byte_cross_entropy(logits_TV, corruption.target_T)
-    lists = {
-        Modality.IMAGE: corruption.masked_image,
-        Modality.VIDEO: corruption.masked_video,
-        Modality.AUDIO: corruption.masked_audio,
-    }
-    for modality, position_N in lists.items():
-        head = heads.of(modality)
+    for modality in (Modality.IMAGE, Modality.VIDEO, Modality.AUDIO):
+        head, position_N = heads.of(modality), corruption.hidden(modality)
         if head is not None:
             prediction_NV = head(states_PD.index_select(0, position_N))
             sums[modality] = payload_error(prediction_NV, layout.tape, payload_places(layout, modality, position_N))

@@ -169,7 +169,8 @@ async def land(snapshot: Snapshot) -> Snapshot:
         for name, tensor in snapshot.tensors.items():
             snapshot.tensors[name] = tensor.cpu()
 
-    await asyncio.to_thread(fetch) if snapshot.queued else await asyncio.sleep(0)
+    if snapshot.queued:
+        await asyncio.to_thread(fetch)
     return snapshot
 
 
@@ -196,9 +197,8 @@ def put_back(
     refuse("the record does not fit", differences)
     where = next((p.device for p in model.parameters()), torch.device("cpu")) if device is None else torch.device(device)
     reader = ValueReader(snapshot.tensors, where)
-    optimizer_state, scheduler_state, state = (
-        reader.read(structure[k]["state"] if k != "state" else structure[k]) for k in ("optimizer", "scheduler", "state")
-    )
+    optimizer_state, scheduler_state = (reader.read(structure[part]["state"]) for part in ("optimizer", "scheduler"))
+    state = reader.read(structure["state"])
     window = snapshot.weighted_state() if kind.startswith("weighted") else None
     parameters = dict(model.named_parameters())
     check_gradients({name: snapshot.tensors[f"gradients.{name}"] for name in structure["gradients"]}, parameters)

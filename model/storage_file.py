@@ -10,9 +10,7 @@ The safetensors package does neither half: its writer takes all tensors on the h
 a stop; its reader maps the file, so that one that shrinks kills the process, and tells a cut file and a damaged one by the same message.
 """
 
-import fcntl
 import os
-import secrets
 import stat
 import zlib
 from collections.abc import Callable, Mapping
@@ -25,6 +23,7 @@ from torch import Tensor
 
 from treadle.model.storage_errors import DamagedFileError, MissingFileError, StorageFileError, TruncatedFileError, UnwritableFileError
 from treadle.model.storage_header import DTYPES, Entry, checksum_field, make_header, parse_header, place_tensors, read_header
+from treadle.pipeline.whole_file import whole_file
 
 OnTensor = Callable[[int, int], None]
 """`on_tensor(done, total)` follows the tensors; what it raises ends the call, and a write leaves the old file."""
@@ -47,28 +46,13 @@ def write_tensors(
     """
     entries = place_tensors(tensors)
     header = make_header(entries, metadata)
+    if os.path.isdir(path):
+        raise UnwritableFileError(path, "is a folder: name a file in it")
     try:
-        target = Path(os.path.realpath(path))
-        if target.is_dir():
-            raise UnwritableFileError(path, "is a folder: name a file in it")
-        temporary = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
-        _remove_abandoned(target)
-        descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR | getattr(os, "O_CLOEXEC", 0), 0o666)
+        with whole_file(path) as file:
+            _write_body(file, header, entries, tensors, on_tensor)
     except OSError as error:
         raise _unwritable(path, error) from error
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            _write_body(file, header, entries, tensors, on_tensor)
-            file.flush()
-            os.fsync(file.fileno())
-            os.replace(temporary, target)
-        _sync_folder(target.parent)
-    except BaseException as error:
-        temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise _unwritable(path, error) from error
-        raise
 
 
 def read_tensors(path: str | Path, *, on_tensor: OnTensor | None = None) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -153,25 +137,6 @@ def _fill(path: str | Path, file: BinaryIO, buffer: memoryview) -> None:
         if not count:
             raise TruncatedFileError(path, "shrank while it was read; use another copy")
         at += count
-
-
-def _remove_abandoned(target: Path) -> None:
-    """Unlinks what a killed writer left: a living one holds its lock."""
-    for leftover in target.parent.glob(f".{target.name.replace('[', '[[]')}.*.tmp"):
-        try:
-            with open(leftover, "rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                leftover.unlink(missing_ok=True)
-        except OSError:
-            continue
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _unwritable(path: str | Path, error: OSError) -> UnwritableFileError:

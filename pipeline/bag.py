@@ -139,8 +139,6 @@ def decode_items(
     return payloads
 
 
-
-
 def assemble_bag(items: StepItems, payloads: Sequence[Payload | None], members: Sequence[int] | None = None) -> DecodedBag:
     """The bag of the items whose payload is there; `members` picks some of the step's items and leaves relations out."""
     chosen = range(len(items)) if members is None else members

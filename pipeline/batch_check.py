@@ -41,7 +41,9 @@ def check_batch(batch: PackedBatch) -> None:
     _check_labels(batch, used)
     _check_offsets("tape_offsets", batch.tape_offsets, len(batch.tape))
     nbytes = payload_bytes(kinds, extent, shape)
-    _require(np.diff(batch.tape_offsets[: used + 1]) == -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES, "the tape does not follow the extents")
+    _require(
+        np.diff(batch.tape_offsets[: used + 1]) == -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES, "the tape does not follow the extents"
+    )
     _check_counts(batch, tokens, length)
     try:
         for name in EDGE_SETS:

@@ -5,7 +5,6 @@
 
 import json
 import os
-import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields
 from typing import Any, BinaryIO
@@ -19,6 +18,7 @@ from treadle.pipeline.batch_check import check_batch
 from treadle.pipeline.fill import write_positions
 from treadle.pipeline.layout import EDGE_SETS, NUM_COUNTS, Capacities, batch_layout
 from treadle.pipeline.tensor_file import MAX_HEADER_BYTES, PackedError, header_bytes, read_tensors, tensor_parts
+from treadle.pipeline.whole_file import whole_file
 from treadle.shape import AudioShape, BatchShape, ImageShape, VideoShape
 
 FORMAT_NAME = "treadle.packed_batch"
@@ -209,26 +209,7 @@ def _read_batch(file: BinaryIO) -> PackedBatch:
 
 
 def write_whole(path: str | os.PathLike[str], parts: Iterable[bytes | memoryview]) -> None:
-    """Writes a file beside `path`, syncs it and renames it, so that `path` never holds half a file."""
-    target = os.fspath(path)
-    folder = os.path.dirname(os.path.abspath(target))
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{os.path.basename(target)}.", suffix=".tmp", dir=folder)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            for part in parts:
-                file.write(part)
-            file.flush()
-            os.fsync(file.fileno())
-        # mkstemp makes files that only their owner reads; a shard is as readable as any file that open() makes.
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)
-        os.replace(temporary, target)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-    directory = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    """Writes the parts, one after the other, as one whole file."""
+    with whole_file(path) as file:
+        for part in parts:
+            file.write(part)

@@ -282,7 +282,9 @@ def check_choices(modalities: NDArray[np.uint8], choices: Tape[np.uint8], choice
     lengths, target_lengths = np.diff(offsets), np.diff(target_offsets)
     for item in np.flatnonzero((lengths > 0) | (target_lengths > 0)).tolist():
         if lengths[item] != target_lengths[item]:
-            raise ValueError(f"choice_targets: item {item} has {target_lengths[item]} targets for {lengths[item]} choices: they must be equal")
+            raise ValueError(
+                f"choice_targets: item {item} has {target_lengths[item]} targets for {lengths[item]} choices: they must be equal"
+            )
         if modalities[item] != Modality.TEXT:
             raise ValueError(f"choices: item {item} is {Modality(int(modalities[item]))}: only text items offer choices")
         legal = data[offsets[item] : offsets[item + 1]]

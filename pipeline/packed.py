@@ -108,7 +108,9 @@ class PackedWriter:
         index = self._folder.read(INDEX_NAME)
         if index is not None:
             if not append:
-                raise ValueError(f"{public_url(os.fspath(folder))} holds an {INDEX_NAME}: give another folder, or append=True to go on after its shards")
+                raise ValueError(
+                    f"{public_url(os.fspath(folder))} holds an {INDEX_NAME}: give another folder, or append=True to go on after its shards"
+                )
             found = read_index(index)
             self._table, self._shards = {"shape": found["shape"], "capacities": found["capacities"]}, found["shards"]
         self._file: IO[bytes] | None = None

@@ -181,7 +181,7 @@ class Schema:
             if overrides.group is not None:
                 group = group_of(overrides.group.encode("utf-8", "surrogatepass"))
         ids = item_ids(sample_id, len(sample.fields))
-        choices, targets = self._choices(names, modalities, overrides, shape, left_out)
+        choices, targets = self._choices(names, overrides, shape, left_out)
         items = StepItems(
             np.array(modalities, np.uint8),
             [sample.fields[place].data for place in chosen],
@@ -227,7 +227,7 @@ class Schema:
         return Relations(attract, repel, named_edges(overrides.ignore or (), places, count))
 
     def _choices(
-        self, names: list[str], modalities: list[Modality], overrides: Overrides | None, shape: BatchShape, left_out: Counter[str]
+        self, names: list[str], overrides: Overrides | None, shape: BatchShape, left_out: Counter[str]
     ) -> tuple[list[bytes] | None, list[list[float]] | None]:
         if overrides is None or not overrides.choices:
             return None, None

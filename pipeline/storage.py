@@ -20,9 +20,14 @@ from types import TracebackType
 from typing import Protocol, Self, TypeVar
 from urllib.parse import parse_qsl, quote, unquote, urlsplit, urlunsplit
 
+from treadle.shape import require_count
+
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_JITTER = random.Random()
+"""Of our own, so that a retry never moves the random numbers of a user."""
 
 RANGE_BYTES = 8 << 20
 """Bytes asked of a remote store at a time: one request's latency is spread over this."""
@@ -89,18 +94,18 @@ class RetryPolicy:
 
     def __post_init__(self) -> None:
         for name in ("attempts", "budget"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"RetryPolicy.{name} is {getattr(self, name)}: it must be at least 1")
+            require_count("RetryPolicy", name, getattr(self, name), 1)
         for name in ("base_delay_s", "max_delay_s", "max_retry_after_s", "timeout_s"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ValueError(f"RetryPolicy.{name} is {getattr(self, name)}: it must be a number of seconds, not negative")
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+                raise ValueError(f"RetryPolicy.{name} is {value!r}: it must be a number of seconds, not negative")
         if self.timeout_s == 0:
             raise ValueError("RetryPolicy.timeout_s is 0: it must be positive")
 
     def delay_s(self, failures: int, asked_s: float = 0.0) -> float:
         """The wait before the next attempt: between half and all of the doubled delay, and never less than what was asked."""
         doubled = min(self.max_delay_s, self.base_delay_s * 2.0 ** min(failures - 1, 60))
-        return max(doubled * random.uniform(0.5, 1.0), min(asked_s, self.max_retry_after_s))
+        return max(doubled * _JITTER.uniform(0.5, 1.0), min(asked_s, self.max_retry_after_s))
 
 
 def scheme_of(url: str) -> str:

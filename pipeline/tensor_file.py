@@ -96,9 +96,16 @@ def read_tensors(data: bytes | memoryview) -> tuple[dict[str, NDArray[Any]], dic
     return arrays, metadata
 
 
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        raise PackedError("corrupt", "the header names something twice")
+    return table
+
+
 def _parsed(text: bytes) -> dict[str, Any]:
     try:
-        header = json.loads(text)
+        header = json.loads(text, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
         raise PackedError("corrupt", f"the header is no JSON: {error}") from error
     if not isinstance(header, dict):
@@ -119,4 +126,6 @@ def _entry(name: str, entry: Any) -> tuple[np.dtype[Any], tuple[int, ...], int, 
 def _sizes(name: str, what: str, values: Any, least: int, most: int) -> tuple[int, ...]:
     if not isinstance(values, list) or not least <= len(values) <= most or not all(type(v) is int and 0 <= v < 2**53 for v in values):
         raise PackedError("corrupt", f"{name}: {what} {values!r} is no list of {least} to {most} sizes")
+    if prod(value or 1 for value in values) >= 2**62:
+        raise PackedError("corrupt", f"{name}: {what} {values!r} is larger than any file")
     return tuple(values)

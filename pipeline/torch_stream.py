@@ -133,6 +133,8 @@ class TorchStream(Batches):
             ValueError: a reader's state is there twice or missing.
         """
         if any(each["merged"] is not None for each in state_dicts):
-            raise ValueError("TorchStream.merge: a reader has not handed out a batch since a merged state was loaded: merge after its first one")
+            raise ValueError(
+                "TorchStream.merge: a reader has not handed out a batch since a merged state was loaded: merge after its first one"
+            )
         states = [StreamState.from_bytes(data) for each in state_dicts for data in each["states"].values()]
         return {"states": {}, "merged": StreamState.merge(states).to_bytes(), "readers": 1, "next_reader": 0}

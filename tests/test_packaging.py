@@ -5,11 +5,13 @@ Run: pytest tests/test_packaging.py
 """
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
 import tomllib
 import zipfile
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -84,6 +86,16 @@ def test_imports_run_one_way(folder: str) -> None:
             elif isinstance(node, ast.Import):
                 found |= {name.name.split(".")[1] for name in node.names if name.name.startswith("treadle.")}
     assert folder in found and found <= MAY_IMPORT[folder]
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_folder_s_readme_names_its_files(folder: str) -> None:
+    text = (ROOT / folder / "README.md").read_text()
+    # An op and its reference are one entry, and a pattern may stand for several files.
+    named = {name.removesuffix(".py").removesuffix("_reference") for name in re.findall(r"`([\w*]+(?:\.py)?)`", text)}
+    files = {file.stem.removesuffix("_reference") for file in (ROOT / folder).glob("*.py")} - {"__init__"}
+    assert {file for file in files if not any(fnmatch(file, name) for name in named)} == set()
+    assert [name for name in re.findall(r"`(\w+\.py)`", text) if not (ROOT / folder / name).exists()] == []
 
 
 @pytest.mark.parametrize("name", ["Packer", "PackedBatch", "StepItems", "BatchShape"])

@@ -7,7 +7,7 @@ from typing import cast
 import pytest
 
 from treadle.launch.checkpoints import Checkpoints, find_checkpoint
-from treadle.launch.files import link_or_copy, make_folder, whole_file, write_text
+from treadle.launch.files import link_or_copy, make_folder
 from treadle.model import Trainer
 from treadle.model.mesh import World
 
@@ -113,15 +113,6 @@ class TestFind:
 
 
 class TestFiles:
-    def test_a_failed_write_leaves_the_old_file(self, tmp_path: Path) -> None:
-        path = tmp_path / "a.txt"
-        write_text(path, "old")
-        with pytest.raises(RuntimeError), whole_file(path) as file:
-            file.write(b"half of the n")
-            raise RuntimeError
-        assert path.read_text() == "old"
-        assert [entry.name for entry in tmp_path.iterdir()] == ["a.txt"]
-
     def test_a_second_name(self, tmp_path: Path) -> None:
         one, other = tmp_path / "one", tmp_path / "other"
         one.write_text("new")

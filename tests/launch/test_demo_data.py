@@ -142,7 +142,7 @@ class TestScenesShowWhatCaptionsSay:
     def test_pitch(self, pitch: int) -> None:
         sound = draw_scene(Kind.SOUND, (0, pitch, 0, 0, 0), 9)
         spectrum = np.abs(np.fft.rfft(sound))
-        assert 130 * 2**pitch * 0.9 < spectrum.argmax() * SOUND_RATE_HZ / SOUND_SAMPLES < 130 * 2**pitch * 1.1
+        assert 110 * 1.86**pitch * 0.87 < spectrum.argmax() * SOUND_RATE_HZ / SOUND_SAMPLES < 110 * 1.86**pitch * 1.13
 
     @pytest.mark.parametrize("beats", range(AXES[Kind.SOUND]["beats"]))
     def test_beats(self, beats: int) -> None:

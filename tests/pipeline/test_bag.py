@@ -29,7 +29,9 @@ def png(width: int, height: int) -> bytes:
 
 def test_lengths_count_prefix_tokens_and_mask() -> None:
     # 9 x 5 pixels of patches of 4: 3 x 2 = 6 tokens and a prefix. A choice adds one position.
-    bag = decode_bag(StepItems([0, 1, 0], [b"hello", png(9, 5), b"xyz"], choices=[None, None, b"AB"], choice_targets=[None, None, [0.5, 0.5]]), SHAPE)
+    bag = decode_bag(
+        StepItems([0, 1, 0], [b"hello", png(9, 5), b"xyz"], choices=[None, None, b"AB"], choice_targets=[None, None, [0.5, 0.5]]), SHAPE
+    )
     assert bag.lengths == [6, 7, 5]
     assert [bag.tokens(place) for place in range(3)] == [5, 6, 3]
     assert bag.modalities == [0, 1, 0] and bag.items == [0, 1, 2] and bag.ids is None
@@ -61,7 +63,9 @@ def test_dropping_an_item_moves_relations_and_counts() -> None:
         attract=Edges([0, 2, 3, 5, 6], [1, 2, 3, 0, 3, 0], [1, 2, 3, 4, 5, 6]),
         ignore=Edges([0, 0, 1, 1, 1], [0]),
     )
-    items = StepItems([0, 0, 0, 0], [b"a", b"", b"c", b"d"], ids=[10, 11, 12, 13], groups=[1, 2, 3, 4], sides=[0, 1, 2, 3], relations=relations)
+    items = StepItems(
+        [0, 0, 0, 0], [b"a", b"", b"c", b"d"], ids=[10, 11, 12, 13], groups=[1, 2, 3, 4], sides=[0, 1, 2, 3], relations=relations
+    )
     told: list[tuple[int, str]] = []
     bag = decode_bag(items, SHAPE, on_error="drop", on_drop=lambda item, error: told.append((item, error.kind)))
     assert told == [(1, "empty")]

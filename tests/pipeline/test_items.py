@@ -36,7 +36,9 @@ def test_first_fields_go_by_position_and_the_rest_are_optional() -> None:
 
 
 def test_modalities_and_sides_are_members_numbers_or_names() -> None:
-    items = StepItems(["text", 1, Modality.VIDEO, np.int64(3)], [b"a"] * 4, sides=["query", 0, LateInteractionSide.DOCUMENT, "Query_And_Document"])
+    items = StepItems(
+        ["text", 1, Modality.VIDEO, np.int64(3)], [b"a"] * 4, sides=["query", 0, LateInteractionSide.DOCUMENT, "Query_And_Document"]
+    )
     assert items.modalities.tolist() == [0, 1, 2, 3]
     assert items.sides is not None and items.sides.tolist() == [1, 0, 2, 3]
 
@@ -76,7 +78,9 @@ def test_choices_are_tapes_or_lists() -> None:
 
 
 def test_items_survive_pickling() -> None:
-    items = three(ids=[5, 6, 7], relations=Relations(attract=Edges([0, 1, 1, 1], [2])), choices=[b"A", None, None], choice_targets=[[1], None, None])
+    items = three(
+        ids=[5, 6, 7], relations=Relations(attract=Edges([0, 1, 1, 1], [2])), choices=[b"A", None, None], choice_targets=[[1], None, None]
+    )
     again = pickle.loads(pickle.dumps(items))
     assert again.relations == items.relations and again.ids.tolist() == [5, 6, 7] and again.choices.data.tobytes() == b"A"
 
@@ -104,10 +108,22 @@ def test_items_survive_pickling() -> None:
         ({"choices": [b"A", None], "choice_targets": [[1.0], None, None]}, "choices has 2 entries for 3 items"),
         ({"choices": ["A", None, None], "choice_targets": [[1.0], None, None]}, "choices: item 0 is str: it must be bytes"),
         ({"choices": [b"AB", None, None], "choice_targets": [[1.0], None, None]}, "choice_targets: item 0 has 1 targets for 2 choices"),
-        ({"choices": [None, b"AA", None], "choice_targets": [None, [0.5, 0.5], None]}, "choices: item 1 offers b'AA': its bytes must be distinct"),
-        ({"choices": [None, None, b"AB"], "choice_targets": [None, None, [1.5, -0.5]]}, "item 2 has .*: every target must be finite and not negative"),
-        ({"choices": [None, None, b"AB"], "choice_targets": [None, None, [np.nan, 1]]}, "item 2 has .*: every target must be finite and not negative"),
-        ({"choices": [b"AB", None, None], "choice_targets": [[0.5, 0.4], None, None]}, "item 0 sums to 0.9: targets must sum to one within 0.001"),
+        (
+            {"choices": [None, b"AA", None], "choice_targets": [None, [0.5, 0.5], None]},
+            "choices: item 1 offers b'AA': its bytes must be distinct",
+        ),
+        (
+            {"choices": [None, None, b"AB"], "choice_targets": [None, None, [1.5, -0.5]]},
+            "item 2 has .*: every target must be finite and not negative",
+        ),
+        (
+            {"choices": [None, None, b"AB"], "choice_targets": [None, None, [np.nan, 1]]},
+            "item 2 has .*: every target must be finite and not negative",
+        ),
+        (
+            {"choices": [b"AB", None, None], "choice_targets": [[0.5, 0.4], None, None]},
+            "item 0 sums to 0.9: targets must sum to one within 0.001",
+        ),
         ({"choices": (b"A", [0, 1]), "choice_targets": [[1.0], None, None]}, "choices: a tape of 2 offsets for 3 items: there must be 4"),
     ],
 )
@@ -195,7 +211,9 @@ def test_what_depends_on_the_shape_is_checked_before_use() -> None:
     pictures = BatchShape(max_rows_per_device=2, max_segments_per_device=8, max_columns_per_row=32, image=ImageShape(patch_side=4))
     items = StepItems([0, 1], [b"a", b"b"])
     items.check(pictures)
-    with pytest.raises(ValueError, match=r"modalities: item 1 is image, which this batch shape leaves out: make its slice live \(BatchShape.image\)"):
+    with pytest.raises(
+        ValueError, match=r"modalities: item 1 is image, which this batch shape leaves out: make its slice live \(BatchShape.image\)"
+    ):
         items.check(texts)
     choosing = three(choices=[b"A", b"AB", None], choice_targets=[[1.0], [0.5, 0.5], None])
     with pytest.raises(ValueError, match=r"choices: item 1 offers 2 bytes: BatchShape\.max_choices_per_item allows 1"):

@@ -49,11 +49,17 @@ def check_places(batch: PackedBatch) -> None:
 
 
 def test_a_step_that_fits_keeps_its_order() -> None:
-    batch = Packer(shape_of()).pack(texts(5, 9, 3, ids=[7, 8, 9], groups=[-1, 0, 5], temperature_groups=[0, 3, 1], sides=["none", "query", "document"]))
+    batch = Packer(shape_of()).pack(
+        texts(5, 9, 3, ids=[7, 8, 9], groups=[-1, 0, 5], temperature_groups=[0, 3, 1], sides=["none", "query", "document"])
+    )
     assert batch.segments == 3 and batch.bags == 3 and batch.items == 3 and batch.dropped == 0
     assert batch.tokens == 4 + 8 + 2 and batch.positions == 17
     assert batch.item[:3].tolist() == [0, 1, 2] and batch.id[:3].tolist() == [7, 8, 9] and not batch.ids_defaulted
-    assert batch.group[:3].tolist() == [-1, 0, 5] and batch.temperature_group[:3].tolist() == [0, 3, 1] and batch.side[:3].tolist() == [0, 1, 2]
+    assert (
+        batch.group[:3].tolist() == [-1, 0, 5]
+        and batch.temperature_group[:3].tolist() == [0, 3, 1]
+        and batch.side[:3].tolist() == [0, 1, 2]
+    )
     assert [batch.payload(segment).tobytes() for segment in range(3)] == [b"AAAA", b"BBBBBBBB", b"CC"]
     assert batch.grid[:3].tolist() == [[4, 1, 1], [8, 1, 1], [2, 1, 1]] and batch.extent[:3].tolist() == [[1, 1, 4], [1, 1, 8], [1, 1, 2]]
     assert batch.closed_by == "end" and batch.state is None
@@ -114,7 +120,12 @@ def test_each_edge_set_has_its_own_capacity(name: str) -> None:
     # Item 3 would bring the third and fourth edge.
     assert batch.item[: batch.segments].tolist() == [0, 1, 2] and batch.dropped == 1 and batch.dropped_edges == 2
     assert batch.fill["edges"] == pytest.approx(2 / 3) and len(getattr(batch, name)) == 2
-    assert packer.pack(texts(2, 2, 2, 2, relations=Relations(attract=Edges([0, 2, 2, 2, 2], [1, 2]), repel=Edges([0, 0, 0, 0, 2], [0, 1])))).dropped == 0
+    assert (
+        packer.pack(
+            texts(2, 2, 2, 2, relations=Relations(attract=Edges([0, 2, 2, 2, 2], [1, 2]), repel=Edges([0, 0, 0, 0, 2], [0, 1])))
+        ).dropped
+        == 0
+    )
 
 
 def test_edges_to_what_is_dropped_cost_nothing() -> None:
@@ -152,7 +163,11 @@ def test_edges_between_bags_of_one_step_stay_while_both_ends_do() -> None:
     whole = Packer(shape_of()).pack(texts(2, 3, 4, bags=[1, 0, 1], relations=relations))
     # Bags are numbered by their first item: segments are items 0, 2, 1.
     assert whole.item[:3].tolist() == [0, 2, 1]
-    assert whole.attract.offsets[:4].tolist() == [0, 1, 2, 3] and whole.attract.ids.tolist() == [1, 2, 1] and whole.attract.weights.tolist() == [0.5, 4.0, 0.25]
+    assert (
+        whole.attract.offsets[:4].tolist() == [0, 1, 2, 3]
+        and whole.attract.ids.tolist() == [1, 2, 1]
+        and whole.attract.weights.tolist() == [0.5, 4.0, 0.25]
+    )
     assert whole.repel.ids.tolist() == [0] and whole.repel.sources().tolist() == [1]
     assert (whole.attract.offsets[3:] == 3).all() and whole.attract.offsets.shape == (17,)
 
@@ -219,7 +234,9 @@ def test_a_step_against_the_obvious(step: tuple[StepItems, int, int, int]) -> No
     packed = batch.item[: batch.segments].tolist()
     assert len(set(packed)) == len(packed) and batch.dropped == len(items) - len(packed)
     bags = [(int(items.bags[item]), item)[0] if items.bags is not None else item for item in range(len(items))]
-    assert all((other in packed) == (item in packed) for item in range(len(items)) for other in range(len(items)) if bags[item] == bags[other])
+    assert all(
+        (other in packed) == (item in packed) for item in range(len(items)) for other in range(len(items)) if bags[item] == bags[other]
+    )
     assert len({bags[item] for item in packed}) == batch.bags
     lost = 0
     for name, edges in items.relations.named():
@@ -267,7 +284,10 @@ def test_a_stream_packs_every_bag_once_within_the_delay() -> None:
         for first in sorted(set(groups)):
             members = [segment for segment in range(batch.segments) if groups[segment] == first]
             assert batch.id[members].tolist() == [first * 8 + place for place in range(len(members))]
-            assert all(batch.attract.ids[batch.attract.offsets[m] : batch.attract.offsets[m + 1]].tolist() == [o for o in members if o != m] for m in members)
+            assert all(
+                batch.attract.ids[batch.attract.offsets[m] : batch.attract.offsets[m + 1]].tolist() == [o for o in members if o != m]
+                for m in members
+            )
             seen.append(first)
             delays.append(taken - arrived[first])
 
@@ -371,7 +391,11 @@ def test_tokens_of_the_caller_come_back_in_bag_order() -> None:
 
 @pytest.mark.parametrize(
     ("named", "message"),
-    [({"window": 0}, "Packer.window is 0"), ({"max_edges": -1}, "Packer.max_edges is -1"), ({"window": 2.0}, "Packer.window is 2.0: it must be an integer")],
+    [
+        ({"window": 0}, "Packer.window is 0"),
+        ({"max_edges": -1}, "Packer.max_edges is -1"),
+        ({"window": 2.0}, "Packer.window is 2.0: it must be an integer"),
+    ],
 )
 def test_bad_configuration_is_refused(named: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -27,7 +27,9 @@ def png(colour: tuple[int, ...]) -> bytes:
 
 @pytest.mark.parametrize("channels", [1, 3, 4])
 def test_pictures_are_shown_inside_their_segments(channels: int, tmp_path: Path) -> None:
-    shape = BatchShape(max_rows_per_device=2, max_segments_per_device=8, max_columns_per_row=128, image=ImageShape(patch_side=4, channels=channels))
+    shape = BatchShape(
+        max_rows_per_device=2, max_segments_per_device=8, max_columns_per_row=128, image=ImageShape(patch_side=4, channels=channels)
+    )
     batch = Packer(shape).pack(StepItems([1, 0], [png((200, 200, 200, 255)), b"x" * 40]))
     pixels = pixels_of(batch, tmp_path / "a.png")
     # 128 columns of 8 pixels. The picture takes 65 positions of row 0, its thumbnail the 20 pixels after the border.

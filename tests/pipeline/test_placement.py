@@ -73,7 +73,9 @@ def random_setting(rng: random.Random) -> tuple[int, int, int, Capacities]:
         edges=rng.choice([10, 100, 10**6]),
     )
     if rng.random() < 0.5:
-        limits = replace(limits, query_span=8, query_tokens=rng.choice([10, 100]), documents=rng.choice([2, 40]), document_tokens=rng.choice([30, 999]))
+        limits = replace(
+            limits, query_span=8, query_tokens=rng.choice([10, 100]), documents=rng.choice([2, 40]), document_tokens=rng.choice([30, 999])
+        )
     return rows, columns, window, limits
 
 
@@ -149,7 +151,9 @@ def test_the_witness_always_takes_the_forced_group(monkeypatch: pytest.MonkeyPat
         placement = Placement(rows, columns, limits, window)
         attempt: Callable[..., list[Placed] | None] = placement._attempt
 
-        def unreliable(*args: object, _attempt: Callable[..., list[Placed] | None] = attempt, _rng: random.Random = rng, **named: object) -> list[Placed] | None:
+        def unreliable(
+            *args: object, _attempt: Callable[..., list[Placed] | None] = attempt, _rng: random.Random = rng, **named: object
+        ) -> list[Placed] | None:
             return None if _rng.random() < 0.7 else _attempt(*args, **named)
 
         monkeypatch.setattr(placement, "_attempt", unreliable)

@@ -84,7 +84,11 @@ def test_the_schema_selects_and_text_may_be_decoded() -> None:
 
 @pytest.mark.parametrize(
     ("sample", "named"),
-    [((b"png", b"txt"), "sample 0 is tuple"), ({"txt": b"x"}, "not a dictionary with __key__"), ({"__key__": "k", "png": Image}, "not bytes")],
+    [
+        ((b"png", b"txt"), "sample 0 is tuple"),
+        ({"txt": b"x"}, "not a dictionary with __key__"),
+        ({"__key__": "k", "png": Image}, "not bytes"),
+    ],
 )
 def test_refusals(sample: object, named: str) -> None:
     with pytest.raises(ValueError, match=named):

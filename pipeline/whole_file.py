@@ -1,0 +1,56 @@
+"""Files that are whole or not there: written beside their place, synced, and renamed into it.
+
+Killed at any moment, or out of disk, a writer leaves the old file. What a killed writer leaves beside it, the next one removes: a living
+writer holds a lock on its file.
+"""
+
+import fcntl
+import os
+import secrets
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+
+@contextmanager
+def whole_file(path: str | os.PathLike[str]) -> Generator[BinaryIO]:
+    """A binary file that takes its name only when the block ends without an error; a link is followed.
+
+    Raises:
+        OSError: the folder or the disk refused it; the file that was there is untouched.
+    """
+    target = Path(os.path.realpath(path))
+    _remove_abandoned(target)
+    beside = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
+    descriptor = os.open(beside, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(beside, target)
+        sync_folder(target.parent)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes a rename in `folder` survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove_abandoned(target: Path) -> None:
+    for leftover in target.parent.glob(f".{target.name.replace('[', '[[]')}.*.tmp"):
+        try:
+            with open(leftover, "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                leftover.unlink(missing_ok=True)
+        except OSError:
+            continue
