@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from treadle.launch.settings import RunSettings
     from treadle.launch.training import RunResult
 
-TRAINING_S = 180.0
+TRAINING_S = 150.0
 """What the steps of an unhurried demo may take; how many that is depends on the machine."""
 
-LIMIT_S = 270.0
+LIMIT_S = 245.0
 """When an unhurried demo stops training whatever its plan was: a machine may get busier than it was when a step was timed."""
 
 LEAST_STEPS, MOST_STEPS = 200, 800

@@ -20,6 +20,7 @@ from treadle.launch.toml_text import to_tree, toml_text
 from treadle.model import Mesh, StepResult, Trainer
 from treadle.model.checkpoint import read_checkpoint
 from treadle.model.config import LateInteraction
+from treadle.model.objectives import TERMS, term_weights
 from treadle.pipeline import PackedBatch, PackedReader, ShardStream, Source, StreamState
 from treadle.shape import BatchShape, Objective
 
@@ -170,8 +171,9 @@ class Run:
     def _write_row(self, result: StepResult) -> None:
         stats = result.stats
         rates = self._meter.rates()
-        values: dict[str, Number] = {name: getattr(stats, name) for name in _STATISTICS}
-        values = {name: value for name, value in values.items() if value or name in _ALWAYS}
+        weights = term_weights(self.settings.trainer)
+        losses = [_LOSSES[term] for term, weight in zip(TERMS, weights, strict=True) if weight]
+        values: dict[str, Number] = {name: getattr(stats, name) for name in (*_STATISTICS, *losses)}
         for name, temperatures in (("", self._trainer.network.temperatures), ("token_", self._trainer.network.token_temperatures)):
             if temperatures is not None:
                 values[f"{name}inverse_temperature"] = float(temperatures.log_scale_G.detach()[0].exp())
@@ -209,22 +211,18 @@ class Run:
         self._meter.began_s += time.monotonic() - began_s
 
 
-_STATISTICS = (
-    "loss",
-    "contrastive_loss",
-    "masked_text_loss",
-    "masked_image_loss",
-    "masked_video_loss",
-    "masked_audio_loss",
-    "late_interaction_loss",
-    "choices_loss",
-    "learning_rate",
-    "gradient_norm",
-    "truncated",
-    "dropped",
-    "skipped",
-)
-_ALWAYS = ("loss", "learning_rate", "gradient_norm", "truncated", "dropped", "skipped")
+_LOSSES = {
+    "text": "masked_text_loss",
+    "image": "masked_image_loss",
+    "video": "masked_video_loss",
+    "audio": "masked_audio_loss",
+    "contrastive": "contrastive_loss",
+    "late_interaction": "late_interaction_loss",
+    "choices": "choices_loss",
+}
+"""The statistic that tells each term."""
+
+_STATISTICS = ("loss", "learning_rate", "gradient_norm", "truncated", "dropped", "skipped")
 
 
 def summary(result: HeldOutResult, objective: Objective) -> str:

@@ -1,5 +1,6 @@
 """The demo's dataset: the same bytes every time, files that really decode, captions that say what is shown, a split that holds out combinations."""
 
+import json
 import tarfile
 from collections import Counter
 from collections.abc import Iterator
@@ -213,10 +214,20 @@ def test_samples_of_one_caption_share_a_group_and_nothing_else() -> None:
     one = listed[0]
     other = next(scene for scene in listed[1:] if scene.attributes == one.attributes)
     ours, theirs = one.files(), other.files()
-    assert ours["relations.json"] == theirs["relations.json"] and ours["txt"] == theirs["txt"]
+    assert group(ours) == group(theirs) and ours["txt"] == theirs["txt"]
     assert ours[one.extension] != theirs[other.extension]
     different = next(scene for scene in listed if scene.attributes != one.attributes)
-    assert different.files()["relations.json"] != ours["relations.json"]
+    assert group(different.files()) != group(ours)
+
+
+def group(files: dict[str, bytes]) -> str:
+    return str(json.loads(files["relations.json"])["group"])
+
+
+def test_second_captions_attract_the_first_alone() -> None:
+    scene = next(scene for scene in scenes(DatasetPlan(), held_out=True) if scene.extension == "png" and scene.language == "el")
+    named = {tuple(edge[:2]) for edge in json.loads(scene.files()["relations.json"])["attract"]}
+    assert named == {("txt", "png"), ("png", "txt"), ("txt", "el.txt"), ("el.txt", "txt")}
 
 
 def test_members_are_plain_files_without_a_date(folder: Path) -> None:

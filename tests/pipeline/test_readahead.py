@@ -1,5 +1,6 @@
 """pipeline/readahead.py: in order whatever the timing, bounded in bytes, errors at their place, and no worker left behind."""
 
+import math
 import os
 import threading
 
@@ -12,14 +13,6 @@ def square(number: int) -> int:
     if number == 13:
         raise ArithmeticError("thirteen")
     return number * number
-
-
-def die(number: int) -> int:
-    os._exit(number)
-
-
-def process_id(_: int) -> int:
-    return os.getpid()
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -108,20 +101,21 @@ def test_closing_joins_threads_and_drops_what_has_not_begun() -> None:
 
 
 def test_processes_give_the_same_and_are_other_processes() -> None:
-    with Readahead[int, int, int](square, processes=1) as ahead:
+    # A worker process imports what it runs by name; test modules have none, so it runs functions of the standard library.
+    with Readahead[int, int, int](math.isqrt, processes=1) as ahead:
         for number in range(5):
-            ahead.submit(number, number, charge_bytes=1, input_bytes=1)
-        ahead.submit(13, 13, charge_bytes=1)
-        # Tasks of one chunk fail together with the one that raised.
-        with pytest.raises(ArithmeticError, match="thirteen"):
+            ahead.submit(number, number * number, charge_bytes=1, input_bytes=CHUNK_BYTES)
+        ahead.submit(13, -1, charge_bytes=1)
+        assert [ahead.pop() for _ in range(5)] == [(number, number) for number in range(5)]
+        with pytest.raises(ValueError, match="nonnegative"):
             ahead.pop()
-    with Readahead[int, int, int](process_id, processes=1) as ahead:
-        ahead.submit(0, 0, charge_bytes=1)
+    with Readahead[int, str, int](eval, processes=1) as ahead:
+        ahead.submit(0, "__import__('os').getpid()", charge_bytes=1)
         assert ahead.pop()[1] != os.getpid()
 
 
 def test_a_process_that_dies_is_told_not_waited_for() -> None:
-    with Readahead[int, int, int](die, processes=1) as ahead:
+    with Readahead[int, int, int](os._exit, processes=1) as ahead:
         ahead.submit(0, 3, charge_bytes=1)
         with pytest.raises(RuntimeError, match="processes=0"):
             ahead.pop()
