@@ -98,13 +98,13 @@ def run_demo(out: Path, plan: DatasetPlan, *, steps: int | None, device: str | N
     _write(out, plan)
     settings = demo_settings(out, steps or MOST_STEPS, device)
     picture, step_s = _try_out(settings, out)
+    limit_s = 0.0
     if steps is None:
         steps = max(LEAST_STEPS, min(MOST_STEPS, int(TRAINING_S / step_s) // 20 * 20))
         click.echo(f"A step takes {step_s:.2f} s here: training {steps} of them, about {steps * step_s:.0f} s.")
-        settings = replace(demo_settings(out, steps, device), stop_after_s=max(30.0, LIMIT_S - (time.monotonic() - began_s)))
-    else:
-        settings = demo_settings(out, steps, device)
-    result = _train(settings)
+        limit_s = max(30.0, LIMIT_S - (time.monotonic() - began_s))
+    settings = demo_settings(out, steps, device)
+    result = _train(settings, limit_s)
     if result is None:
         return
     _tell(out, settings, result, picture, time.monotonic() - began_s)
@@ -166,13 +166,13 @@ def _try_out(settings: "RunSettings", out: Path) -> tuple[Path, float]:
             return picture, (time.monotonic() - began_s) / TIMED_STEPS
 
 
-def _train(settings: "RunSettings") -> "RunResult | None":
+def _train(settings: "RunSettings", limit_s: float) -> "RunResult | None":
     from treadle.launch.signals import StopRequest
     from treadle.launch.train import resume_command
     from treadle.launch.training import Run
 
     with StopRequest() as stop:
-        result = Run(settings, stop=stop).run()
+        result = Run(settings, stop=stop, stop_after_s=limit_s).run()
     if result.interrupted:
         click.echo(f"stopped by {result.stopped} after step {result.step}; everything is saved in {result.last}")
         click.echo(f"resume with: {resume_command(settings.output)}")

@@ -84,11 +84,11 @@ def _rows(found: "Survey") -> list[list[str]]:
         if entry.tokens:
             lengths = [f"{value:,.0f}" for value in np.quantile(entry.tokens, [0, 0.5, 0.99, 1])]
         failures = ", ".join(f"{count} {kind}" for kind, count in sorted(entry.failures.items()))
-        rows.append([name, str(entry.modality), f"{len(entry.sizes):,}", f"{np.mean(entry.sizes) / 1000:,.1f}", *lengths, failures])
+        rows.append([name, str(entry.modality), f"{len(entry.sizes):,}", f"{np.mean(entry.sizes):,.0f}", *lengths, failures])
     return rows
 
 
-_HEADER = ("field", "modality", "items", "mean kB", "tokens: least", "median", "99 %", "most", "unreadable")
+_HEADER = ("field", "modality", "items", "mean bytes", "tokens: least", "median", "99 %", "most", "unreadable")
 
 
 def _fill(batches: "Sequence[PackedBatch]") -> str:

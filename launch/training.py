@@ -73,12 +73,27 @@ class _Meter:
 class Run:
     """One rank's run. Make it, then `run()`."""
 
-    def __init__(self, settings: RunSettings, *, resume: Path | None = None, stop: StopRequest | None = None, quiet: bool = False) -> None:
+    def __init__(
+        self,
+        settings: RunSettings,
+        *,
+        resume: Path | None = None,
+        stop: StopRequest | None = None,
+        stop_after_s: float | None = None,
+        quiet: bool = False,
+    ) -> None:
+        """
+        Args:
+            resume: checkpoint to go on from.
+            stop: who asks to stop early.
+            stop_after_s: in place of the settings' own, where it is no part of what the run is.
+            quiet: print nothing.
+        """
         self.settings = settings
         self._resume = resume
         self._stop = stop if stop is not None else StopRequest()
+        self._stop_after_s = settings.stop_after_s if stop_after_s is None else stop_after_s
         self._quiet = quiet
-        self._fatal: BaseException | None = None
 
     def run(self) -> RunResult:
         """Trains until the schedule ends, the data end or somebody asks to stop; saves in every case.
@@ -164,8 +179,8 @@ class Run:
             self._evaluate()
         if step % settings.save_every == 0:
             self._checkpoints.save(trainer)
-        if settings.stop_after_s and time.monotonic() - self._began_s > settings.stop_after_s:
-            self._stop.ask(f"stop_after_s {settings.stop_after_s:g}")
+        if self._stop_after_s and time.monotonic() - self._began_s > self._stop_after_s:
+            self._stop.ask(f"stop_after_s {self._stop_after_s:g}")
         return not self._stop
 
     def _write_row(self, result: StepResult) -> None:
