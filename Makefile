@@ -14,6 +14,8 @@ DEMO_DIR ?= demo
 BIN := $(VENV)/bin
 # The root folder holds `kernels`, `model` ...: never let it shadow installed packages.
 export PYTHONSAFEPATH := 1
+# Idle OpenMP threads sleep: on a busy machine, spinning ones take the cores from everyone else.
+export OMP_WAIT_POLICY ?= passive
 
 .PHONY: help install demo test lint types tests bench clean
 

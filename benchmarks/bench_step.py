@@ -33,7 +33,7 @@ from treadle.pipeline.bag import DecodedBag
 
 HIDDEN, DEPTH = 512, 12
 SHAPE = BatchShape(
-    max_rows_per_device=4,
+    max_rows_per_device=2,
     max_segments_per_device=512,
     max_columns_per_row=512,
     image=ImageShape(patch_side=16, channels=4),
@@ -150,7 +150,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shards", type=Path, default=Path("shards"), help="folder that examples/stamps/build.py wrote [shards]")
     parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1, help="threads of every case; more than one wants a quiet machine [1]")
     arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
     shards = [str(path) for path in sorted(arguments.shards.glob("train-*.tar"))]
     if not shards:
         parser.error(f"no train-*.tar in {arguments.shards}: build them with examples/stamps/build.py")
@@ -161,6 +163,7 @@ def main() -> None:
     objectives = Objectives(config)
     positions = int(packed.length[: packed.segments].sum())
     shape = {
+        "threads": arguments.threads,
         "hidden": HIDDEN,
         "depth": DEPTH,
         "segments": packed.segments,

@@ -87,6 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if "--debug" in listed:  # wherever it stands
         listed.remove("--debug")
         listed.insert(0, "--debug")
+    # Threads of OpenMP that spin for work take the cores from the decoders, and from whoever else is on the machine: an evaluation on two
+    # busy cores took 30 times as long. Read when torch loads, so set before any command does.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     code = 0
     try:
         code = treadle.main(args=listed, prog_name="treadle", standalone_mode=False) or 0

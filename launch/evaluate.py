@@ -45,9 +45,9 @@ def evaluate_command(
     encoder = Encoder.load(path, device)
     if dimensions is not None and dimensions > encoder.hidden:
         raise ConfigError(f"--dimensions is {dimensions}: the vectors of {path} have {encoder.hidden} values")
-    network: Network = encoder._network
+    network: Network = encoder.network
     held_out = HeldOut.read(settings, replace(encoder.config, mesh=None))
-    result = held_out.evaluate(network, encoder.device, bf16=encoder._bf16, dimensions=dimensions)
+    result = held_out.evaluate(network, encoder.device, bf16=encoder.bf16, dimensions=dimensions)
     if not result.pairs:
         raise ValueError(f"{', '.join(shards)}: no sample holds items of two modalities: there is nothing to look for")
     record = {
