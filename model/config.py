@@ -312,8 +312,11 @@ class OptimizerConfig:
     """AdamW, and the bound on the gradient's norm."""
 
     beta1: float = 0.9
+    """Decay of the first moment, per step."""
     beta2: float = 0.95
+    """Decay of the second moment, per step."""
     eps: float = 1e-8
+    """Added to the root of the second moment."""
     weight_decay: float = 0.05
     """Decay of matrices; norms, biases, embeddings of one row and temperatures have none."""
     max_gradient_norm: float = 1.0
@@ -343,6 +346,7 @@ class TrainerConfig:
     """What one device's step carries at most."""
     schedule: Schedule
     objective: Objective = Objective.MASKED
+    """Which losses a step relaxes; masked alone trains no vectors to search with."""
     masking: Masking = field(default_factory=Masking)
     """Read unless the objective is CONTRASTIVE."""
     contrastive: Contrastive = field(default_factory=Contrastive)
