@@ -409,13 +409,13 @@ def test_fsspec_goes_on_after_faults_and_short_reads(memory: MemoryFileSystem, m
     whole = MemoryFileSystem.cat_file
     calls: list[tuple[int, int]] = []
 
-    def flaky(self: MemoryFileSystem, path: str, start: int, end: int) -> bytes:
+    def every_other_call_fails(self: MemoryFileSystem, path: str, start: int, end: int) -> bytes:
         calls.append((start, end))
         if len(calls) % 2:
             raise TimeoutError("https://key:hunter2@host/x?sig=abc did not answer")
         return bytes(whole(self, path, start=start, end=end)[:90_000])
 
-    monkeypatch.setattr(MemoryFileSystem, "cat_file", flaky)
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", every_other_call_fails)
     assert read_all("memory://shards/a.tar") == BODY
     assert [start for start, _ in calls] == [0, 0, 90_000, 90_000, 180_000, 180_000]
 
