@@ -23,6 +23,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "inspect": ("treadle.launch.inspect", "Tell what shards hold and how they pack; draw packed rows as pictures."),
     "encode": ("treadle.launch.encode", "Write the vectors of files or shards."),
     "evaluate": ("treadle.launch.evaluate", "Tell recall at k between modalities on shards."),
+    "launch": ("treadle.launch.clusters", "Write the script that starts a run on SLURM, on Kubernetes or over ssh."),
     "demo": ("treadle.launch.demo", "Write a small four-modality dataset and train on it; nothing is downloaded."),
     "doctor": ("treadle.launch.doctor", "Tell what this machine can do."),
 }

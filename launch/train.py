@@ -22,6 +22,9 @@ STOPPED_VARIABLE = "TREADLE_STOPPED_FILE"
 @click.option(
     "--resume", "resume", metavar="PATH", type=click.Path(path_type=Path), help="Go on from a run's folder, or from a checkpoint."
 )
+@click.option(
+    "--auto-resume", "auto_resume", is_flag=True, help="Go on from the newest checkpoint in the output folder, where there is one."
+)
 @click.option("--nodes", metavar="N", type=int, help="Short for --workers.nodes.")
 @click.option("--node-rank", metavar="R", type=int, help="Short for --workers.node_rank.")
 @click.option("--rendezvous", metavar="HOST:PORT", help="Short for --workers.rendezvous.")
@@ -29,7 +32,9 @@ STOPPED_VARIABLE = "TREADLE_STOPPED_FILE"
 @click.option("--template", "show_template", is_flag=True, help="Print a configuration file of every field with its meaning, and stop.")
 @click.option("--show", "show_config", is_flag=True, help="Print the configuration that would run, resolved, and stop.")
 @flags(RunSettings)
-def train_command(config: Path | None, resume: Path | None, show_template: bool, show_config: bool, **parameters: Any) -> None:
+def train_command(
+    config: Path | None, resume: Path | None, auto_resume: bool, show_template: bool, show_config: bool, **parameters: Any
+) -> None:
     """Train a tower on shards.
 
     CONFIG is a TOML file; every key of it is also a flag, and flags win. With --resume the run's own configuration is read where none is
@@ -40,6 +45,8 @@ def train_command(config: Path | None, resume: Path | None, show_template: bool,
         click.echo(template(RunSettings))
         return
     settings, checkpoint = _settings(config, resume, parameters)
+    if auto_resume and checkpoint is None:
+        checkpoint = _latest_of(settings.output)
     if show_config:
         from treadle.launch.toml_text import to_tree, toml_text
 
@@ -49,8 +56,8 @@ def train_command(config: Path | None, resume: Path | None, show_template: bool,
 
 
 def _settings(config: Path | None, resume: Path | None, parameters: dict[str, Any]) -> tuple[RunSettings, Path | None]:
-    from treadle.launch.checkpoints import find_checkpoint
     from treadle.launch.training import CONFIG_NAME
+    from treadle.model.checkpoint_folder import find_checkpoint
 
     given = take_flags(RunSettings, parameters)
     by_name = {leaf.name: leaf for leaf in _leaves()}
@@ -110,7 +117,7 @@ def refuse_used(output: Path) -> None:
     Raises:
         ConfigError: the folder holds a run.
     """
-    from treadle.launch.checkpoints import FOLDER
+    from treadle.model.checkpoint_folder import FOLDER
 
     if any((output / FOLDER).glob("*.safetensors")):
         raise ConfigError(
@@ -119,7 +126,7 @@ def refuse_used(output: Path) -> None:
 
 
 def _latest_of(output: Path) -> Path | None:
-    from treadle.launch.checkpoints import find_checkpoint
+    from treadle.model.checkpoint_folder import find_checkpoint
 
     try:
         return find_checkpoint(output)
