@@ -99,7 +99,8 @@ def _blocks(kind: Format, data: memoryview, options: DecodeOptions, deadline: De
     elif kind == "mp3":
         runs, whole = read_mpeg(data, options, deadline)
         for run in runs:
-            yield from coded_blocks("mp3", data[run.start : run.end], options, deadline, whole=whole)
+            # The library drops the encoder's padding from the last frame alone, and there may be more of it.
+            yield from _without_padding(coded_blocks("mp3", data[run.start : run.end], options, deadline, whole=whole), run.stated_samples)
     elif kind == "aac":
         first, last = read_adts(data, options, deadline)
         yield from coded_blocks("aac", data[first:last], options, deadline, whole=True)
@@ -118,8 +119,12 @@ def _without_padding(blocks: Iterator[Block], stated: int) -> Iterator[Block]:
 
 def _flac_blocks(data: memoryview, options: DecodeOptions, deadline: Deadline) -> Iterator[Block]:
     """Each joined file apart; one that states its samples must give them all."""
-    first = skip_id3(data, 0)
-    starts = [first, *(match.start() for match in _FLAC_HEAD.finditer(data, first + _FLAC_HEAD_BYTES))]
+    raw, starts = bytes(data), [skip_id3(data, 0)]
+    place = raw.find(b"fLaC", starts[0] + _FLAC_HEAD_BYTES)
+    while place >= 0:
+        if _FLAC_HEAD.match(raw, place):
+            starts.append(place)
+        place = raw.find(b"fLaC", place + 4)
     for start, end in zip(starts, [*starts[1:], len(data)], strict=True):
         if end - start < _FLAC_HEAD_BYTES or data[start + 4] & 0x7F != 0:
             raise DecodeError("truncated", "the FLAC ends inside its header")

@@ -4,14 +4,24 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
+import numpy as np
+
 from treadle.decoders.errors import DecodeError
 from treadle.decoders.limits import Deadline, DecodeOptions
 from treadle.decoders.media import codecs, find_stream, opened
 from treadle.decoders.resample import Block, to_mono
 from treadle.decoders.sniff import Format
 
+_DTYPES: dict[str, tuple[str, bool]] = {
+    name + planar: (dtype, bool(planar))
+    for name, dtype in (("u8", "u1"), ("s16", "i2"), ("s32", "i4"), ("s64", "i8"), ("flt", "f4"), ("dbl", "f8"))
+    for planar in ("", "p")
+}
+"""Type of a sample, and whether each channel has a plane, by the library's name."""
 _HELD_SAMPLES = 1 << 17
 _MAX_CHANNELS = 255
+_MAX_PLANES = 8
+"""Planes of which the library knows the number."""
 _SKIP_MANUAL = 1 << 29
 
 
@@ -28,6 +38,7 @@ def coded_blocks(
     """
     held = _Held()
     excess = taken = 0
+    last_seen: tuple[Any, Any, Any] | None = None
     with opened(kind, data, options, deadline) as container:
         stream = find_stream(container, "audio")
         context = stream.codec_context
@@ -46,7 +57,8 @@ def coded_blocks(
                 for frame in packet.decode():
                     if lone and packet.pts == 0:
                         continue
-                    excess = _padding(packet, frame, stream) if kind == "mp4" else 0
+                    if kind == "mp4":
+                        last_seen = packet, frame, frame.pts
                     full = held.add(frame)
                     if full is not None:
                         deadline.check()
@@ -59,7 +71,9 @@ def coded_blocks(
             fatal = isinstance(error, DecodeError) and error.kind in ("too_large", "timeout")
             if whole or held.empty or fatal:
                 raise refusal from error
-            excess = 0
+            last_seen = None
+        if last_seen is not None:
+            excess = _padding(*last_seen, stream.time_base)
         last = held.drain()
         if last is not None:
             rate_hz, block = last
@@ -67,12 +81,13 @@ def coded_blocks(
             yield rate_hz, block[: len(block) - excess]
 
 
-def _padding(packet: Any, frame: Any, stream: Any) -> int:
-    """Samples of an MP4's frame beyond what its packet says it lasts: only a stream's last packet says less, and the library
-    plays all of it."""
-    if not packet.duration or frame.pts != packet.pts:
+def _padding(packet: Any, frame: Any, frame_pts: int | None, time_base: Any) -> int:
+    """Samples of an MP4's last frame beyond what its packet says it lasts: the library plays all of them."""
+    duration = packet.duration
+    if not duration or frame_pts != packet.pts:
         return 0
-    stated: int = round(packet.duration * stream.time_base * frame.sample_rate)
+    # Rounded half up.
+    stated: int = (2 * duration * time_base.numerator * frame.sample_rate + time_base.denominator) // (2 * time_base.denominator)
     held: int = frame.samples
     return max(0, held - stated)
 
@@ -88,16 +103,17 @@ class _Held:
     @property
     def empty(self) -> bool:
         """Whether no frame waits."""
-        return self._fifo is None
+        return self._fifo is None or self._fifo.samples == 0
 
     def add(self, frame: Any) -> Block | None:
         """Takes a frame; answers those before it where they are enough, or of another form."""
         # The library's queue looks at neither the rate nor the number of channels before it copies.
         rate_hz, channels = frame.sample_rate, frame.layout.nb_channels
         full: Block | None = None
-        if self._fifo is not None and (self._fifo.samples >= _HELD_SAMPLES or rate_hz != self._rate_hz or channels != self._channels):
+        changed = rate_hz != self._rate_hz or channels != self._channels
+        if self._fifo is not None and (changed or self._fifo.samples >= _HELD_SAMPLES):
             full = self.drain()
-        if self._fifo is None:
+        if self._fifo is None or changed:
             if not 1 <= channels <= _MAX_CHANNELS:
                 raise DecodeError("too_large", f"{channels} channels")
             self._fifo, self._rate_hz, self._channels = self._new(), rate_hz, channels
@@ -108,7 +124,22 @@ class _Held:
     def drain(self) -> Block | None:
         """All that waits."""
         frame = None if self._fifo is None else self._fifo.read()
-        self._fifo = None
         if frame is None:
             return None
-        return self._rate_hz, to_mono(frame.to_ndarray(), self._channels, planar=frame.format.is_planar)
+        dtype, planar = _DTYPES[frame.format.name]
+        if planar and self._channels > _MAX_PLANES:
+            frame, planar = self._packed(frame), False
+        count = frame.samples * (1 if planar else self._channels)
+        # Straight from the planes: the library's own conversion would copy them once more. Of eight it answers nine, the last
+        # one nowhere in memory.
+        planes = frame.planes[: self._channels if planar else 1]
+        rows = [np.frombuffer(plane, dtype, count) for plane in planes]
+        return self._rate_hz, to_mono(rows if planar else rows[0], self._channels, planar=planar)
+
+    def _packed(self, frame: Any) -> Any:
+        """The frame in one plane: where there are more than eight, the library does not know where they end."""
+        resampler = codecs().AudioResampler(format=frame.format.name.removesuffix("p"), layout=frame.layout, rate=self._rate_hz)
+        converted = [*resampler.resample(frame), *resampler.resample(None)]
+        if len(converted) != 1 or converted[0].samples != frame.samples or converted[0].layout.nb_channels != self._channels:
+            raise DecodeError("unsupported", f"{self._channels} channels of {frame.format.name}")
+        return converted[0]

@@ -1,14 +1,16 @@
 """The entry: one item's bytes to its payload, told by what they hold, never by a name."""
 
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Literal
 
 from treadle.decoders.audio import decode_audio, probe_audio
 from treadle.decoders.errors import DecodeError
-from treadle.decoders.image import decode_image, probe_image
+from treadle.decoders.image import decode_picture, probe_image, read_picture
+from treadle.decoders.isolate import AVAILABLE, HEAVY_PIXELS, NoWorker, codec_may_crash, decode_isolated, probe_isolated
 from treadle.decoders.limits import Deadline, DecodeOptions
 from treadle.decoders.payload import Payload, Probe
+from treadle.decoders.sniff import sniff
 from treadle.decoders.text import decode_text, probe_text
 from treadle.decoders.video import decode_video, probe_video
 from treadle.shape import BatchShape, Modality
@@ -40,8 +42,12 @@ def decode(
     with _only_decode_errors():
         if modality is Modality.TEXT:
             return decode_text(view, capacity, cut, deadline)
-        if modality is Modality.IMAGE:
-            return decode_image(view, shape.image.resolved(), capacity, options)
+        picture = read_picture(view, options) if modality is Modality.IMAGE else None
+        if _wants_worker(modality, view, options, 0 if picture is None else picture.work_px):
+            with _or_here():
+                return decode_isolated(modality, view, shape, options, cut)
+        if picture is not None:
+            return decode_picture(view, picture, shape.image.resolved(), capacity, options, deadline)
         if modality is Modality.VIDEO:
             return decode_video(view, shape.video.resolved(), capacity, options, deadline)
         return decode_audio(view, shape.audio.resolved(), capacity, options, deadline)
@@ -65,6 +71,9 @@ def probe(
     with _only_decode_errors():
         if modality is Modality.TEXT:
             return probe_text(view, capacity, cut, deadline)
+        if _wants_worker(modality, view, options):
+            with _or_here():
+                return probe_isolated(modality, view, shape, options, cut)
         if modality is Modality.IMAGE:
             return probe_image(view, shape.image.resolved(), capacity, options)
         if modality is Modality.VIDEO:
@@ -84,6 +93,19 @@ def _prepare(modality: Modality, data: Buffer, shape: BatchShape, options: Decod
     if len(view) > options.max_input_bytes:
         raise DecodeError("too_large", f"{len(view)} bytes are above max_input_bytes {options.max_input_bytes}")
     return view, shape.token_capacity(choices=cut == "head"), Deadline(options.max_wall_s)
+
+
+def _wants_worker(modality: Modality, view: memoryview, options: DecodeOptions, work_px: int = 0) -> bool:
+    if not (options.isolate and AVAILABLE):
+        return False
+    return work_px >= HEAVY_PIXELS or codec_may_crash(modality, sniff(view), view, options)
+
+
+@contextmanager
+def _or_here() -> Generator[None]:
+    """Goes on in this process where no worker can be started."""
+    with suppress(NoWorker):
+        yield
 
 
 @contextmanager

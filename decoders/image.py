@@ -1,6 +1,7 @@
 """Pictures: any stored form to uint8 `[H, W, channels]`, upright, as large as the row allows."""
 
 import io
+import re
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -10,7 +11,7 @@ from treadle.decoders.errors import DecodeError
 from treadle.decoders.exif import exif_orientation, orient, turns_sides
 from treadle.decoders.gif import read_gif_size
 from treadle.decoders.jpeg import JpegHeader, decode_jpeg, read_jpeg_header
-from treadle.decoders.limits import DecodeOptions, check_pixels
+from treadle.decoders.limits import Deadline, DecodeOptions, check_pixels
 from treadle.decoders.payload import Payload, Probe
 from treadle.decoders.png import PngParts, decode_png, read_png
 from treadle.decoders.scale import fit_size, grid_side
@@ -21,10 +22,12 @@ from treadle.shape import ImageShape
 if TYPE_CHECKING:
     from PIL import Image
 
+_EXIF_ITEM = re.compile(rb"(infe[\x02\x03].{3}(?:..|.{4})\0\0)Exif", re.DOTALL)
+"""The item of an AVIF that holds an Exif block, in the list of its items."""
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 
 
-class _Stored(NamedTuple):
+class Picture(NamedTuple):
     """A picture as its header describes it."""
 
     height: int
@@ -32,19 +35,39 @@ class _Stored(NamedTuple):
     orientation: int
     source: "JpegHeader | PngParts | WebpHeader | Image.Image"
 
+    @property
+    def work_px(self) -> int:
+        """Pixels that its decoder passes over, each scan of a progressive JPEG apart."""
+        scans = self.source.scans if isinstance(self.source, JpegHeader) else 1
+        return self.height * self.width * scans
 
-def decode_image(data: memoryview, shape: ImageShape, capacity: int, options: DecodeOptions) -> Payload:
+
+def read_picture(data: memoryview, options: DecodeOptions) -> Picture:
+    """What is in front of, and around, a picture's pixels.
+
+    Raises:
+        DecodeError: the bytes are refused.
+    """
+    return _read_header(data, options, header_only=False)
+
+
+def decode_picture(
+    data: memoryview, stored: Picture, shape: ImageShape, capacity: int, options: DecodeOptions, deadline: Deadline
+) -> Payload:
     """Decodes one picture; a grid beyond `capacity` tokens is made to fit by scaling down, aspect kept, antialiased.
 
     Raises:
         DecodeError: the bytes are refused.
     """
-    stored = _read_header(data, options, header_only=False)
     # In the orientation of the stored rows: the rule is symmetric in the two sides.
     size = fit_size(stored.height, stored.width, shape.patch_side, capacity)
     if isinstance(stored.source, JpegHeader):
-        pixels = decode_jpeg(data, stored.source, shape.channels, size, options)
-        pixels = _resize_array(pixels, size)
+        from PIL import Image
+
+        pixels = decode_jpeg(data, stored.source, shape.channels, size, options, deadline)
+        # What the inverse DCT has reduced holds no more of what Lanczos is there to cut off; the cubic takes half the time.
+        reduced = pixels.shape[0] < stored.height
+        pixels = _resize_array(pixels, size, Image.Resampling.BICUBIC if reduced else Image.Resampling.LANCZOS)
     else:
         pixels = _from_picture(_load(data, stored), shape.channels, size)
     pixels = orient(pixels, stored.orientation)
@@ -54,7 +77,7 @@ def decode_image(data: memoryview, shape: ImageShape, capacity: int, options: De
 
 
 def probe_image(data: memoryview, shape: ImageShape, capacity: int, options: DecodeOptions) -> Probe:
-    """The grid that `decode_image` answers, from the header.
+    """The grid that `decode_picture` answers, from the header.
 
     Raises:
         DecodeError: the header is refused.
@@ -67,29 +90,29 @@ def probe_image(data: memoryview, shape: ImageShape, capacity: int, options: Dec
     return Probe(grid, (1, height, width), True)
 
 
-def _read_header(data: memoryview, options: DecodeOptions, *, header_only: bool) -> _Stored:
+def _read_header(data: memoryview, options: DecodeOptions, *, header_only: bool) -> Picture:
     kind = sniff(data)
     if kind is None or kind not in IMAGE_FORMATS:
         raise DecodeError("unsupported", f"not a picture that is read: begins {bytes(data[:16])!r}")
     if kind == "jpeg":
         jpeg = read_jpeg_header(data, options)
-        stored = _Stored(jpeg.height, jpeg.width, jpeg.orientation, jpeg)
+        stored = Picture(jpeg.height, jpeg.width, jpeg.orientation, jpeg)
     elif kind == "png":
         if len(data) >= 33:
             # Before any checksum is computed over what a bomb's header goes on to claim.
             check_pixels(int.from_bytes(data[20:24], "big"), int.from_bytes(data[16:20], "big"), options)
         png = read_png(data, options, header_only=header_only)
-        stored = _Stored(png.height, png.width, png.orientation, png)
+        stored = Picture(png.height, png.width, png.orientation, png)
     elif kind == "webp":
         webp = read_webp_header(data, options)
-        stored = _Stored(webp.height, webp.width, webp.orientation, webp)
+        stored = Picture(webp.height, webp.width, webp.orientation, webp)
     else:
         if kind == "gif":
             _check_gif(data, options)
         picture = _open(data, kind)
         # AVIF states turns as properties of its own, which its reader answers as Exif.
         turned = exif_orientation(picture.info.get("exif", b"")) if kind == "avif" else 1
-        stored = _Stored(picture.height, picture.width, turned, picture)
+        stored = Picture(picture.height, picture.width, turned, picture)
     check_pixels(stored.height, stored.width, options)
     return stored
 
@@ -115,7 +138,8 @@ def _open(data: memoryview, kind: Format) -> "Image.Image":
         if kind == "bmp":
             return BmpImagePlugin.BmpImageFile(source)
         if kind == "avif":
-            return _open_avif(source)
+            # Turns are properties of the file; an Exif block only repeats them, and the library warns of a damaged one.
+            return _open_avif(io.BytesIO(_EXIF_ITEM.sub(rb"\1skip", bytes(data))))
         return WebPImagePlugin.WebPImageFile(source)
     except Image.DecompressionBombError as error:
         raise DecodeError("too_large", f"{kind} header: {error}") from error
@@ -130,10 +154,12 @@ def _open_avif(source: io.BytesIO) -> "Image.Image":
         raise DecodeError("unsupported", "this Pillow reads no AVIF") from error
     if not AvifImagePlugin.SUPPORTED:
         raise DecodeError("unsupported", "this Pillow reads no AVIF")
+    # The library has no argument for it, and would start a thread per processor for each picture.
+    AvifImagePlugin.DEFAULT_MAX_THREADS = 1
     return AvifImagePlugin.AvifImageFile(source)
 
 
-def _load(data: memoryview, stored: _Stored) -> "Image.Image":
+def _load(data: memoryview, stored: Picture) -> "Image.Image":
     source = stored.source
     if isinstance(source, PngParts):
         return decode_png(source)
@@ -178,7 +204,7 @@ def _from_picture(picture: "Image.Image", channels: int, size: tuple[int, int]) 
     return np.asarray(picture).reshape(size[0], size[1], channels)
 
 
-def _resize_array(pixels: NDArray[np.uint8], size: tuple[int, int]) -> NDArray[np.uint8]:
+def _resize_array(pixels: NDArray[np.uint8], size: tuple[int, int], kernel: "Image.Resampling") -> NDArray[np.uint8]:
     """Resamples an opaque picture; its alpha, where it has one, is 255 everywhere."""
     from PIL import Image
 
@@ -187,5 +213,5 @@ def _resize_array(pixels: NDArray[np.uint8], size: tuple[int, int]) -> NDArray[n
     channels = pixels.shape[2]
     mode = {1: "L", 3: "RGB", 4: "RGBX"}[channels]
     picture = Image.frombuffer(mode, (pixels.shape[1], pixels.shape[0]), pixels, "raw", mode, 0, 1)
-    picture = picture.resize((size[1], size[0]), Image.Resampling.LANCZOS, reducing_gap=3.0)
+    picture = picture.resize((size[1], size[0]), kernel, reducing_gap=3.0)
     return np.asarray(picture).reshape(size[0], size[1], channels)

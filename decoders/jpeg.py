@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from treadle.decoders.colour import from_cmyk
 from treadle.decoders.errors import DecodeError
 from treadle.decoders.exif import exif_orientation
-from treadle.decoders.limits import DecodeOptions
+from treadle.decoders.jpeg_scan import check_scans
+from treadle.decoders.limits import Deadline, DecodeOptions
 
 _SIZES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _PROGRESSIVE = {0xC2, 0xC6, 0xCA, 0xCE}
@@ -36,6 +37,8 @@ class JpegHeader:
     width: int
     components: int
     orientation: int
+    scans: int
+    """Times that the decoder passes over the picture; 1 for what is not progressive."""
 
 
 def read_jpeg_header(data: memoryview, options: DecodeOptions) -> JpegHeader:
@@ -85,14 +88,17 @@ def read_jpeg_header(data: memoryview, options: DecodeOptions) -> JpegHeader:
     process, height, width, components = frame
     if height == 0:
         raise DecodeError("unsupported", "a JPEG that states its height after its first scan")
+    scans = 1
     if process in _PROGRESSIVE:
         scans = sum(1 for _ in _SCAN.finditer(data))
         if scans > _MAX_SCANS or scans * height * width > _SCAN_WORK * options.max_pixels:
             raise DecodeError("too_large", f"{scans} scans of {width} x {height} pixels")
-    return JpegHeader(height, width, components, orientation)
+    return JpegHeader(height, width, components, orientation, max(1, scans))
 
 
-def decode_jpeg(data: memoryview, header: JpegHeader, channels: int, size: tuple[int, int], options: DecodeOptions) -> NDArray[np.uint8]:
+def decode_jpeg(
+    data: memoryview, header: JpegHeader, channels: int, size: tuple[int, int], options: DecodeOptions, deadline: Deadline
+) -> NDArray[np.uint8]:
     """The stored picture `[H, W, channels]`, at a size of at least `size` that the inverse DCT makes by itself.
 
     Raises:
@@ -118,29 +124,31 @@ def decode_jpeg(data: memoryview, header: JpegHeader, channels: int, size: tuple
             # Only the end marker may be missing: with it in place the decode must be clean.
             pixels = run(bytes(data) + _END)
     except ValueError as error:
-        return _judge(str(error), data, header, channels, options)
+        if "subsampling level" in str(error):
+            return _decode_odd_sampling(data, header, channels, options, deadline)
+        raise _refusal(str(error)) from error
     return from_cmyk(pixels, channels) if header.components == 4 else pixels
 
 
-def _judge(message: str, data: memoryview, header: JpegHeader, channels: int, options: DecodeOptions) -> NDArray[np.uint8]:
-    if "subsampling level" in message:
-        return _decode_odd_sampling(data, header, channels, options)
+def _refusal(message: str) -> DecodeError:
     if "Premature end" in message:
-        raise DecodeError("truncated", message)
-    if "nsupported" in message:
-        raise DecodeError("unsupported", message)
-    raise DecodeError("corrupt", message)
+        return DecodeError("truncated", message)
+    return DecodeError("unsupported" if "nsupported" in message else "corrupt", message)
 
 
-def _decode_odd_sampling(data: memoryview, header: JpegHeader, channels: int, options: DecodeOptions) -> NDArray[np.uint8]:
-    """Chroma samplings that the fast path has no name for go through Pillow, which only errors, never warns, on damage."""
+def _decode_odd_sampling(
+    data: memoryview, header: JpegHeader, channels: int, options: DecodeOptions, deadline: Deadline
+) -> NDArray[np.uint8]:
+    """Chroma samplings that the fast path has no name for go through Pillow, which says nothing of damage: so that is looked for here."""
     from PIL import Image, JpegImagePlugin
 
     end = bytes(data).rfind(_END)
     if end < 0 and options.strict:
         raise DecodeError("truncated", "the JPEG has no end marker")
+    whole = bytes(data) if end >= 0 else bytes(data) + _END
+    check_scans(memoryview(whole), deadline)
     try:
-        picture: Image.Image = JpegImagePlugin.JpegImageFile(io.BytesIO(bytes(data) if end >= 0 else bytes(data) + _END))
+        picture: Image.Image = JpegImagePlugin.JpegImageFile(io.BytesIO(whole))
         pixels = np.asarray(picture.convert({1: "L", 3: "RGB", 4: "RGBA"}[channels]))
     except (OSError, SyntaxError, ValueError, EOFError, IndexError) as error:
         raise DecodeError("truncated" if "truncated" in str(error) else "corrupt", f"JPEG: {error}") from error

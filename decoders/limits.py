@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from time import monotonic
 
 from treadle.decoders.errors import DecodeError
-from treadle.shape import require_count
+from treadle.shape import require_count, settle_numbers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,17 +30,22 @@ class DecodeOptions:
     """Refuses a JPEG that only lacks its end marker, and a recording or clip that only lacks its end; False accepts them."""
     video_min_tubes: int = 8
     """Tubes of a clip that must fit the row before frames keep their size."""
+    isolate: bool = True
+    """Decodes what could crash or stall a process (video, coded sound, AVIF, large pictures) in worker processes: a crash costs one
+    item, and `max_wall_s` is kept by force. False decodes everything here, and looks at the clock between packets alone."""
 
     def __post_init__(self) -> None:
+        settle_numbers(self)
         for name in ("max_input_bytes", "max_pixels", "max_side_px", "max_frames", "max_chunks", "video_min_tubes"):
             require_count("DecodeOptions", name, getattr(self, name), 1, 2**31 - 1 if name == "max_pixels" else 2**62)
         for name in ("max_audio_s", "max_wall_s"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0 or math.isnan(value):
                 raise ValueError(f"DecodeOptions.{name} is {value!r}: it must be a positive number of seconds")
-        strict: object = getattr(self, "strict")  # noqa: B009
-        if not isinstance(strict, bool):
-            raise ValueError(f"DecodeOptions.strict is {strict!r}: it must be True or False")
+        for name in ("strict", "isolate"):
+            flag: object = getattr(self, name)
+            if not isinstance(flag, bool):
+                raise ValueError(f"DecodeOptions.{name} is {flag!r}: it must be True or False")
 
 
 class Deadline:

@@ -28,7 +28,7 @@ _CODECS = frozenset(
     "h264 hevc vp8 vp9 av1 libdav1d libaom-av1 mpeg4 mpeg1video mpeg2video h263 mjpeg theora prores ffv1 rawvideo "
     "msmpeg4 msmpeg4v2 wmv1 wmv2 flv dvvideo huffyuv ffvhuff utvideo png "
     "aac aac_latm mp1float mp1 mp2float mp2 mp3float mp3 ac3 eac3 flac alac vorbis libvorbis opus libopus "
-    "adpcm_ms adpcm_ima_wav adpcm_ima_qt adpcm_g726 adpcm_swf adpcm_yamaha gsm gsm_ms "
+    "adpcm_ms adpcm_ima_wav adpcm_ima_qt g726 adpcm_swf adpcm_yamaha gsm gsm_ms "
     "pcm_u8 pcm_s8 pcm_s16le pcm_s16be pcm_s24le pcm_s24be pcm_s32le pcm_s32be pcm_s64le pcm_s64be "
     "pcm_f32le pcm_f32be pcm_f64le pcm_f64be pcm_mulaw pcm_alaw".split()
 )
@@ -105,7 +105,9 @@ def opened(kind: Format, data: memoryview, options: DecodeOptions, deadline: Dea
     Raises:
         DecodeError: its header is refused.
     """
-    limits = {"max_pixels": str(options.max_pixels), "threads": "1"}
+    # Opening would decode the first frames to look at them, a whole key frame of a large clip, and with whatever codec the
+    # file names; with no codec allowed it reads headers alone, and ours are opened afterwards.
+    limits = {"max_pixels": str(options.max_pixels), "threads": "1", "codec_whitelist": "none"}
     with media_errors():
         container: Any = None
         try:
@@ -124,18 +126,23 @@ def opened(kind: Format, data: memoryview, options: DecodeOptions, deadline: Dea
 
 
 def find_stream(container: Any, kind: str) -> Any:
-    """The best stream of `kind`, ready to decode with one thread; cover art is none.
+    """The stream of `kind` that players choose, ready to decode with one thread: of those marked as default, or of all, the
+    largest, and of several such the first; cover art is none.
 
     Raises:
         DecodeError: there is no such stream, or its codec is not read.
     """
-    av = codecs()
-    cover = av.stream.Disposition.attached_pic
-    streams = [stream for stream in getattr(container.streams, kind) if not stream.disposition & cover]
+    marks = codecs().stream.Disposition
+    streams = [stream for stream in getattr(container.streams, kind) if not stream.disposition & marks.attached_pic]
     if not streams:
         raise DecodeError("no_stream", f"the file has no {kind} stream")
-    best = container.streams.best(kind)
-    stream = best if best in streams else streams[0]
+
+    def rank(stream: Any) -> tuple[bool, int]:
+        context = stream.codec_context
+        size = 0 if context is None else context.width * context.height if kind == "video" else context.channels
+        return bool(stream.disposition & marks.default), size
+
+    stream = max(streams, key=rank)
     context = stream.codec_context
     if context is None or context.name not in _CODECS:
         name = "none" if context is None else context.name

@@ -31,6 +31,15 @@ class MpegRun:
     frames: int = 0
     stated_frames: int = 0
     """Frames that the encoder's tag counts; 0 where there is none."""
+    padding: int = -1
+    """Samples before and behind the sound, by the same tag; -1 where it does not say."""
+
+    @property
+    def stated_samples(self) -> int:
+        """Samples that the encoder was given; 0 where its tag does not say."""
+        version, layer = self.kind >> 11 & 3, 4 - (self.kind >> 9 & 3)
+        samples = self.stated_frames * (384 if layer == 1 else 576 if layer == 3 and version != 3 else 1152) - self.padding
+        return max(0, samples) if self.stated_frames and self.padding >= 0 else 0
 
 
 def read_mpeg(data: memoryview, options: DecodeOptions, deadline: Deadline) -> tuple[list[MpegRun], bool]:
@@ -39,35 +48,36 @@ def read_mpeg(data: memoryview, options: DecodeOptions, deadline: Deadline) -> t
     Raises:
         DecodeError: the bytes between frames are damage, or the format is not read; in strict mode also a missing end.
     """
-    raw, lengths = bytes(data), _frame_lengths()
+    raw, forms = bytes(data), _frame_forms()
+    tags = _tag_suspects(raw)
     at, size = skip_id3(data, 0), len(data)
     runs: list[MpegRun] = []
-    fresh = True
+    run: MpegRun | None = None
     lack = ""
     for count in range(options.max_chunks):
         if count % _CHECK_EVERY == 0:
             deadline.check()
-        length = lengths.get(raw[at + 1 : at + 3], 0) if at < size and raw[at] == 0xFF else 0
-        if length == _FREE:
-            raise DecodeError("unsupported", "free-format MPEG audio")
-        if length == 0:
+        form = forms.get(raw[at : at + 3])
+        if form is None:
             after = _skip_tags(data, raw, at)
             if after > at:
-                at, fresh = after, True
+                at, run = after, None
                 continue
             if at < size and _frames_follow(raw, at):
                 raise DecodeError("corrupt", f"no MPEG frame at byte {at}, and more frames after it")
             break
-        kind = (raw[at + 1] & 0xFE) << 8 | raw[at + 2] & 0x0C
-        tag = _tag_at(raw, at)
-        if fresh or tag or kind != runs[-1].kind:
-            runs.append(MpegRun(at, kind, stated_frames=_stated_frames(raw, tag) if tag else 0))
-            fresh = False
+        length, kind = form
+        if length == _FREE:
+            raise DecodeError("unsupported", "free-format MPEG audio")
+        tag = _tag_at(raw, at) if at in tags else 0
+        if run is None or tag or kind != run.kind:
+            run = MpegRun(at, kind, 0, 0, *(_read_tag(raw, tag) if tag else (0, -1)))
+            runs.append(run)
         if at + length > size:
             lack = f"the last MPEG frame needs {at + length - size} bytes more than the file has"
             break
-        run = runs[-1]
-        run.frames += 0 if tag else 1
+        if not tag:
+            run.frames += 1
         at += length
         run.end = at
     else:
@@ -129,10 +139,25 @@ def _frame_bytes(second: int, third: int) -> int:
 
 
 @functools.cache
-def _frame_lengths() -> dict[bytes, int]:
-    """`_frame_bytes` by two header bytes: a file is walked at a third of a microsecond a frame."""
+def _frame_forms() -> dict[bytes, tuple[int, int]]:
+    """`_frame_bytes` and the run's kind by three header bytes: a file is walked at a third of a microsecond a frame."""
     headers = ((second, third) for second in range(0xE0, 256) for third in range(256))
-    return {bytes(header): length for header in headers if (length := _frame_bytes(*header))}
+    return {
+        bytes((0xFF, second, third)): (length, (second & 0xFE) << 8 | third & 0x0C)
+        for second, third in headers
+        if (length := _frame_bytes(second, third))
+    }
+
+
+def _tag_suspects(raw: bytes) -> set[int]:
+    """Where frames would begin that hold what looks like an encoder's tag."""
+    starts: set[int] = set()
+    for name in (b"Xing", b"Info"):
+        place = raw.find(name)
+        while place >= 0:
+            starts.update(place - 4 - side for side in (9, 17, 32))
+            place = raw.find(name, place + 1)
+    return starts
 
 
 def _tag_at(raw: bytes, at: int) -> int:
@@ -145,9 +170,15 @@ def _tag_at(raw: bytes, at: int) -> int:
     return place if raw[place : place + 4] in (b"Xing", b"Info") else 0
 
 
-def _stated_frames(raw: bytes, tag: int) -> int:
+def _read_tag(raw: bytes, tag: int) -> tuple[int, int]:
+    """Frames that the encoder's tag at `tag` counts, and the samples it says are none of the sound; 0 and -1 where it does not say."""
     flags = int.from_bytes(raw[tag + 4 : tag + 8], "big")
-    return int.from_bytes(raw[tag + 8 : tag + 12], "big") if flags & 1 else 0
+    frames = int.from_bytes(raw[tag + 8 : tag + 12], "big") if flags & 1 else 0
+    encoder = tag + 8 + 4 * (flags & 1) + 4 * (flags >> 1 & 1) + 100 * (flags >> 2 & 1) + 4 * (flags >> 3 & 1)
+    if raw[encoder : encoder + 4] not in (b"LAME", b"Lavf", b"Lavc") or len(raw) < encoder + 24:
+        return frames, -1
+    both = int.from_bytes(raw[encoder + 21 : encoder + 24], "big")
+    return frames, (both >> 12) + (both & 0xFFF)
 
 
 def _skip_tags(data: memoryview, raw: bytes, at: int) -> int:
@@ -165,11 +196,11 @@ def _skip_tags(data: memoryview, raw: bytes, at: int) -> int:
 
 def _frames_follow(raw: bytes, at: int) -> bool:
     """Whether three frames in a row stand somewhere after `at`."""
-    lengths = _frame_lengths()
+    forms = _frame_forms()
     while (at := raw.find(b"\xff", at + 1)) >= 0:
         place = at
         for _ in range(3):
-            length = lengths.get(raw[place + 1 : place + 3], 0) if raw[place : place + 1] == b"\xff" else 0
+            length, _ = forms.get(raw[place : place + 3], (0, 0))
             if length <= 0:
                 break
             place += length

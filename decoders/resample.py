@@ -1,6 +1,6 @@
 """Recordings to one rate: soxr at its high-quality setting, fed in blocks, flushed, exact in length, cut where the row is full."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -81,26 +81,39 @@ def gather(blocks: Iterable[Block], target_hz: int, wanted: int) -> tuple[Mono, 
             parts.append(resampler.flush())
             have += len(parts[-1])
     joined = parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.empty(0, np.float32)
-    return np.clip(joined[:wanted], -1.0, 1.0), have > wanted
+    joined = joined[:wanted]
+    # Samples that passed untouched are the caller's still.
+    return np.clip(joined, -1.0, 1.0, out=joined if len(parts) > 1 else None), have > wanted
 
 
-def to_mono(samples: NDArray[Any], channels: int, *, planar: bool) -> Mono:
+def to_mono(samples: NDArray[Any] | Sequence[NDArray[Any]], channels: int, *, planar: bool) -> Mono:
     """The plain average of the channels as float32, integers scaled to [-1, 1).
+
+    Args:
+        samples: a row per channel where `planar`, else frames of `channels` samples one behind the other.
 
     Raises:
         DecodeError: a sample is NaN or infinite.
     """
-    scale, bias = _SCALES.get(samples.dtype.str[1:], (1.0, 0.0))
-    work = np.float64 if samples.dtype.itemsize > 4 else np.float32
-    rows = samples.reshape(channels, -1) if planar else samples.reshape(-1, channels).T
-    mono = rows[0].astype(work)
+    dtype = samples.dtype if isinstance(samples, np.ndarray) else samples[0].dtype
+    scale, bias = _SCALES.get(dtype.str[1:], (1.0, 0.0))
+    work = np.float64 if dtype.itemsize > 4 else np.float32
+    rows: Sequence[NDArray[Any]] | NDArray[Any]
+    if isinstance(samples, np.ndarray):
+        # Converted while they lie side by side, and only then taken apart.
+        whole = samples.astype(work, copy=False)
+        rows = whole.reshape(channels, -1) if planar else whole.reshape(-1, channels).T
+    else:
+        rows = [row.astype(work, copy=False) for row in samples]
     with np.errstate(over="ignore", invalid="ignore"):
-        for row in rows[1:]:
+        mono = np.add(rows[0], rows[1]) if channels > 1 else np.array(rows[0])
+        for row in rows[2:]:
             mono += row
         if bias:
             mono -= bias * channels
-        mono *= scale / channels
+        if scale != channels:
+            mono *= scale / channels
         # One sum tells of any NaN or infinity in it at a tenth of the cost of looking at each sample.
-        if samples.dtype.kind == "f" and not np.isfinite(mono.sum(dtype=np.float64)):
+        if dtype.kind == "f" and not np.isfinite(mono.sum(dtype=np.float64)):
             raise DecodeError("corrupt", "a sample is not finite")
     return np.ascontiguousarray(np.clip(mono, -_LOUDEST, _LOUDEST) if work is np.float64 else mono, np.float32)

@@ -75,7 +75,7 @@ def _is_mpegts(data: memoryview) -> bool:
 def _annex_b(head: bytes) -> Format | None:
     nal = head[head.index(1) + 1 :][:1]
     if nal and nal[0] & 0x80 == 0:
-        if nal[0] & 0x1F in (7, 9) and nal[0] != 0x46:
+        if nal[0] & 0x1F in (6, 7, 9) and nal[0] != 0x46:
             return "h264"
         if nal[0] >> 1 in (32, 35):
             return "hevc"

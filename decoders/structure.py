@@ -8,6 +8,7 @@ from treadle.decoders.limits import Deadline, DecodeOptions
 from treadle.decoders.sniff import Format
 
 _TS_PACKET_BYTES = 188
+_TS_NULL = 0x1FFF
 _SEGMENT, _CLUSTER = 0x18538067, 0x1F43B675
 _CHECK_EVERY = 4096
 
@@ -79,8 +80,20 @@ def _vint(data: memoryview, at: int, *, keep_marker: bool) -> tuple[int, int]:
 
 def _mpegts_lack(data: memoryview) -> str:
     whole = len(data) // _TS_PACKET_BYTES
-    if not (np.frombuffer(data, np.uint8, whole * _TS_PACKET_BYTES)[::_TS_PACKET_BYTES] == 0x47).all():
+    packets = np.frombuffer(data, np.uint8, whole * _TS_PACKET_BYTES).reshape(whole, _TS_PACKET_BYTES)
+    if not (packets[:, 0] == 0x47).all():
         raise DecodeError("corrupt", "a transport packet does not begin with its sync byte")
+    streams = (packets[:, 1].astype(np.int32) & 0x1F) << 8 | packets[:, 2]
+    counted = (packets[:, 3] & 0x10 != 0) & (streams != _TS_NULL)
+    # Packets of one stream with content count up to 15 and round; one may be sent twice, and a mark announces a jump.
+    order = np.flatnonzero(counted)[np.argsort(streams[counted], kind="stable")]
+    before, after = packets[order[:-1]], packets[order[1:]]
+    step = (after[:, 3].astype(np.int32) - before[:, 3]) & 15
+    jumps = (after[:, 3] & 0x20 != 0) & (after[:, 4] > 0) & (after[:, 5] & 0x80 != 0)
+    lost = (streams[order[1:]] == streams[order[:-1]]) & (step > 1) & ~jumps
+    if lost.any():
+        place = int(order[1:][lost].min())
+        raise DecodeError("corrupt", f"packets of stream {streams[place]} are missing before byte {place * _TS_PACKET_BYTES}")
     return "the file ends inside a transport packet" if len(data) % _TS_PACKET_BYTES else ""
 
 

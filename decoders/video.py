@@ -18,11 +18,14 @@ from treadle.decoders.payload import Payload, Probe
 from treadle.decoders.scale import fit_size, grid_side
 from treadle.decoders.sniff import AUDIO_FORMATS, VIDEO_FORMATS, Format, sniff
 from treadle.decoders.structure import check_whole
+from treadle.decoders.vp8 import SecondOpinion
 from treadle.shape import VideoShape
 
 _HELD_BYTES = 64 << 20
 """Decoded frames may wait up to this for the clip's scale to be known; larger ones are counted first and decoded again."""
 _LEAST_FRAMES = 16
+_OGG_HEAD_BYTES = 4096
+"""In these an Ogg file's streams begin: a page for the header of each."""
 _Frame = Any
 
 
@@ -31,6 +34,8 @@ class _Clip:
 
     def __init__(self, data: memoryview, shape: VideoShape, options: DecodeOptions, deadline: Deadline) -> None:
         kind = sniff(data)
+        if kind == "ogg" and b"\x80theora" in bytes(data[:_OGG_HEAD_BYTES]):
+            raise DecodeError("unsupported", "not a clip that is read: Ogg")
         if kind in AUDIO_FORMATS - VIDEO_FORMATS:
             raise DecodeError("no_stream", f"a {kind} file holds sound alone")
         if kind is None or kind not in VIDEO_FORMATS:
@@ -54,7 +59,9 @@ class _Clip:
             self.stated_frames = _stated_frames(container, stream)
             if context.width and context.height:
                 check_pixels(context.height, context.width, options)
-            context.options = {"max_pixels": str(options.max_pixels)}
+            # Strictly by the standard, H.264 that does not say how far it reorders frames is given room for all it may.
+            context.options = {"max_pixels": str(options.max_pixels), **({"strict": "1"} if context.name == "h264" else {})}
+            second = SecondOpinion(options.max_pixels) if context.name == "vp8" else None
             try:
                 for packet in container.demux(stream):
                     self._deadline.check()
@@ -62,7 +69,10 @@ class _Clip:
                     if cut and self.whole:
                         raise DecodeError("truncated", f"the packet after frame {count} is cut")
                     # Decoding nothing asks for the frames that wait for their turn.
-                    for frame in context.decode(None) if cut else packet.decode():
+                    frames = context.decode(None) if cut else packet.decode()
+                    if second is not None and not cut:
+                        second.check(packet, frames, count)
+                    for frame in frames:
                         if frame.is_corrupt:
                             raise DecodeError("corrupt", f"frame {count} is damaged")
                         count += 1

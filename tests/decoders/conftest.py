@@ -21,7 +21,7 @@ _PACKED: dict[str, Any] = {"flt": np.float32, "s16": np.int16, "s32": np.int32, 
 
 
 class Maker:
-    """Encoders, shapes and shortcuts."""
+    """Encoders, shapes and shortcuts, which decode in this process: test_isolate.py is about the others."""
 
     def shape(self, columns: int = 4097, **slices: Any) -> BatchShape:
         """A shape with every slice live; a row holds `columns - 1` tokens."""
@@ -35,17 +35,17 @@ class Maker:
     def image(self, data: bytes, channels: int = 3, *, columns: int = 4097, patch: int = 16, **options: Any) -> Payload:
         """Decodes a picture."""
         shape = self.shape(columns, image=ImageShape(patch_side=patch, channels=channels))
-        return decode(Modality.IMAGE, data, shape, DecodeOptions(**options))
+        return decode(Modality.IMAGE, data, shape, DecodeOptions(**{"isolate": False, **options}))
 
     def video(self, data: bytes, *, columns: int = 4097, options: dict[str, Any] | None = None, **slice_fields: Any) -> Payload:
         """Decodes a clip."""
         shape = self.shape(columns, video=VideoShape(**{"patch_side": 16, **slice_fields}))
-        return decode(Modality.VIDEO, data, shape, DecodeOptions(**(options or {})))
+        return decode(Modality.VIDEO, data, shape, DecodeOptions(**{"isolate": False, **(options or {})}))
 
     def audio(self, data: bytes, rate: int = 16_000, *, columns: int = 100_000, **options: Any) -> Payload:
         """Decodes a recording."""
         shape = self.shape(columns, audio=AudioShape(chunk_samples=100, sample_rate=rate))
-        return decode(Modality.AUDIO, data, shape, DecodeOptions(**options))
+        return decode(Modality.AUDIO, data, shape, DecodeOptions(**{"isolate": False, **options}))
 
     def sine(self, seconds: float = 1.0, rate: int = 44_100, hz: float = 440.0, peak: float = 0.125) -> NDArray[np.float64]:
         """One channel."""
@@ -179,6 +179,18 @@ class Maker:
             frame[:, : width // 2] = (8 * number) % 256
             frames.append(frame)
         return frames
+
+    def index_first(self, data: bytes) -> bytes:
+        """An MP4 with its index moved before its media: every chunk offset grows by the index's size."""
+        at = data.index(b"moov") - 4
+        size = int.from_bytes(data[at : at + 4], "big")
+        index = bytearray(data[at : at + size])
+        table = index.index(b"stco") + 8
+        for place in range(table + 4, table + 4 + 4 * int.from_bytes(index[table : table + 4], "big"), 4):
+            index[place : place + 4] = (int.from_bytes(index[place : place + 4], "big") + size).to_bytes(4, "big")
+        media = data.index(b"mdat") - 4
+        assert data[media - 8 : media] == b"\0\0\0\x08free" and at + size == len(data)
+        return data[: media - 8] + bytes(index) + data[media - 8 : at]
 
     def numbers(self, payload: Payload) -> list[int]:
         """The numbers that the frames of `moving` tell."""

@@ -62,7 +62,7 @@ def test_a_modality_without_a_slice_is_the_callers_mistake() -> None:
 
 @pytest.mark.parametrize("field", [f.name for f in fields(DecodeOptions)])
 def test_options_are_checked(field: str) -> None:
-    bad: tuple[object, ...] = (2, "yes") if field == "strict" else (0, -1, "1", float("nan"))
+    bad: tuple[object, ...] = (2, "yes") if field in ("strict", "isolate") else (0, -1, "1", float("nan"))
     for value in bad:
         with pytest.raises(ValueError, match=rf"DecodeOptions.{field} is {value!r}"):
             DecodeOptions(**{field: value})  # type: ignore[arg-type]
@@ -123,7 +123,7 @@ def _mixed(make: Any) -> list[tuple[Modality, bytes]]:
 
 def _outcome(modality: Modality, data: bytes, shape: BatchShape) -> Payload | str:
     try:
-        return decode(modality, data, shape)
+        return decode(modality, data, shape, DecodeOptions(isolate=False))
     except DecodeError as error:
         return error.kind
 

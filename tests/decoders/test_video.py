@@ -50,19 +50,6 @@ def with_matrix(data: bytes, a: int, b: int, c: int, d: int) -> bytes:
     return bytes(out)
 
 
-def index_first(data: bytes) -> bytes:
-    """An MP4 with its index moved before its media: every chunk offset grows by the index's size."""
-    at = data.index(b"moov") - 4
-    size = int.from_bytes(data[at : at + 4], "big")
-    index = bytearray(data[at : at + size])
-    table = index.index(b"stco") + 8
-    for place in range(table + 4, table + 4 + 4 * int.from_bytes(index[table : table + 4], "big"), 4):
-        index[place : place + 4] = (int.from_bytes(index[place : place + 4], "big") + size).to_bytes(4, "big")
-    media = data.index(b"mdat") - 4
-    assert data[media - 8 : media] == b"\0\0\0\x08free" and at + size == len(data)
-    return data[: media - 8] + bytes(index) + data[media - 8 : at]
-
-
 @pytest.fixture(scope="module")
 def base(make: Any) -> bytes:
     """30 frames with B-frames and three key frames."""
@@ -282,6 +269,18 @@ def test_sound_alone_is_no_film(make: Any) -> None:
         assert refused(make, make.sound(make.sine(0.2, rate), rate, codec, container)) == "no_stream"
 
 
+def test_a_film_in_ogg_is_not_called_sound(make: Any) -> None:
+    page = b"OggS\0\2" + bytes(20) + b"\x01\x2a\x80theora" + bytes(35)
+    assert refused(make, page) == "unsupported"
+
+
+def test_a_raw_stream_may_begin_with_a_note_of_its_encoder(make: Any) -> None:
+    raw = make.clip(make.moving(12), "libx264", "h264")
+    note = raw[raw.index(b"\0\0\1\x06") :]
+    note = note[: note.index(b"\0\0\1", 3)]
+    assert make.video(b"\0" + note + raw).extent == (12, 48, 64)
+
+
 # ---- damage
 
 
@@ -298,7 +297,7 @@ def test_an_index_at_the_end_that_is_missing(make: Any, base: bytes) -> None:
 def test_a_cut_clip_is_refused_or_on_request_kept(make: Any, codec: str, container: str, share: float) -> None:
     frames = [frame + make.picture(48, 64, seed) // 8 for seed, frame in enumerate(make.moving(30))]
     data = make.clip(frames, codec, container, options={"bf": "0", "crf": "20"})
-    data = index_first(data) if container == "mp4" else data
+    data = make.index_first(data) if container == "mp4" else data
     cut = data[: int(len(data) * share)]
     if container == "mpegts" and len(cut) % 188 == 0:
         cut = cut[:-1]

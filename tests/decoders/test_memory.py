@@ -1,0 +1,91 @@
+"""Resident memory of a decode, in a process of its own: the payload, one decoded frame and a constant, whatever the file's length."""
+
+import json
+import struct
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+CONSTANT_MIB = 48
+"""Codec libraries, their tables, reference frames of small pictures, blocks of samples and allocator slack."""
+SCRIPT = """
+import json, pathlib, resource, sys
+from treadle.decoders import DecodeOptions, decode
+from treadle.shape import AudioShape, BatchShape, ImageShape, Modality, VideoShape
+modality, warm, file, tokens = Modality[sys.argv[1]], sys.argv[2], sys.argv[3], int(sys.argv[4])
+def shape(columns):
+    return BatchShape(max_rows_per_device=1, max_segments_per_device=1, max_columns_per_row=columns, image=ImageShape(patch_side=16, channels=3),
+        video=VideoShape(patch_side=16), audio=AudioShape(chunk_samples=160))
+here = DecodeOptions(isolate=False)
+decode(modality, pathlib.Path(warm).read_bytes(), shape(99), here)
+data = pathlib.Path(file).read_bytes()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+payload = decode(modality, data, shape(tokens + 1), here)
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+sys.stdout.write(json.dumps({"grown": (after - before) / 1024, "payload": payload.array.nbytes / 2**20, "extent": payload.extent}))
+"""
+
+REFUSED = """
+from treadle.decoders import DecodeError
+try:
+    decode(modality, data, shape(tokens), here)
+except DecodeError as error:
+    kind = error.kind
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+sys.stdout.write(json.dumps({"grown": (after - before) / 1024, "kind": kind}))
+"""
+
+
+def grown(tmp_path: Any, modality: str, warm: bytes, data: bytes, tokens: int) -> dict[str, Any]:
+    files = [tmp_path / "warm", tmp_path / "data"]
+    for file, content in zip(files, (warm, data), strict=True):
+        file.write_bytes(content)
+    command = [sys.executable, "-P", "-c", SCRIPT, modality, *map(str, files), str(tokens)]
+    answer: dict[str, Any] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    return answer
+
+
+def test_a_long_clip_takes_its_payload_and_no_more(make: Any, tmp_path: Any) -> None:
+    noise = [make.picture(360, 640, number) for number in range(2)]
+    data = make.clip((noise[number % 2] for number in range(120)), options={"preset": "ultrafast"})
+    warm = make.clip(make.moving(2))
+    # 120 frames of 640 x 360 would be 79 MiB; the row holds 20 of them.
+    seen = grown(tmp_path, "VIDEO", warm, data, 10 * 40 * 23)
+    frame_mib = 640 * 360 * 1.5 / 2**20
+    assert seen["extent"] == [20, 360, 640]
+    assert seen["grown"] < seen["payload"] + frame_mib + CONSTANT_MIB
+    # Scaled to a small row the payload is nothing, and frames wait undecided for their scale: at most 64 MiB of them.
+    small = grown(tmp_path, "VIDEO", warm, data, 64)
+    assert small["grown"] < 16 * frame_mib + CONSTANT_MIB
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+def test_a_picture_takes_itself_decoded_once(make: Any, tmp_path: Any, kind: str) -> None:
+    data = make.save(make.picture(1536, 2048), kind)
+    seen = grown(tmp_path, "IMAGE", make.save(make.picture(16, 16), kind), data, 96 * 128)
+    decoded_mib = 1536 * 2048 * 4 / 2**20  # Pillow holds RGB in four bytes
+    assert seen["extent"] == [1, 1536, 2048]
+    assert seen["grown"] < seen["payload"] + decoded_mib + len(data) / 2**20 + CONSTANT_MIB
+
+
+@pytest.mark.parametrize("codec, container, rate", [("pcm_s16le", "wav", 44_100), ("flac", "flac", 44_100), ("libopus", "ogg", 48_000)])
+def test_a_long_recording_takes_its_payload_and_no_more(make: Any, tmp_path: Any, codec: str, container: str, rate: int) -> None:
+    # Two minutes are 20 MiB of float32 at the file's rate, 7 MiB as they are wanted.
+    data = make.sound(make.sine(120.0, rate), rate, codec, container)
+    seen = grown(tmp_path, "AUDIO", make.sound(make.sine(0.1, rate), rate, codec, container), data, 12_000)
+    assert seen["extent"] == [1, 1, 120 * 16_000]
+    assert seen["grown"] < 2 * seen["payload"] + len(data) / 2**20 + CONSTANT_MIB
+
+
+def test_a_bomb_takes_nothing(make: Any, tmp_path: Any) -> None:
+    """A picture of 20,000 x 20,000 pixels in 389 KB, refused by its header."""
+    header = struct.pack(">IIBBBBB", 20_000, 20_000, 8, 0, 0, 0, 0)
+    data = b"\x89PNG\r\n\x1a\n" + make.png_chunk(b"IHDR", header) + make.png_chunk(b"IDAT", bytes(389_000)) + make.png_chunk(b"IEND", b"")
+    (tmp_path / "bomb").write_bytes(data)
+    (tmp_path / "warm").write_bytes(make.save(make.picture(16, 16), "PNG"))
+    script = SCRIPT.split("payload = ")[0] + REFUSED
+    command = [sys.executable, "-P", "-c", script, "IMAGE", str(tmp_path / "warm"), str(tmp_path / "bomb"), "999"]
+    seen = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert seen["kind"] == "too_large" and seen["grown"] < 4
