@@ -5,15 +5,19 @@ from typing import TYPE_CHECKING
 from treadle.lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from treadle.pipeline.arrays import bag_of_arrays
     from treadle.pipeline.batch import PackedBatch
+    from treadle.pipeline.cache import ShardCache
     from treadle.pipeline.feed import NoSamplesError
     from treadle.pipeline.items import Edges, Relations, StepItems
-    from treadle.pipeline.packed import PackedReader, PackedWriter
+    from treadle.pipeline.packed import PackedWriter
+    from treadle.pipeline.packed_reader import PackedReader
     from treadle.pipeline.packer import Packer
+    from treadle.pipeline.quarantine import Quarantine, QuarantineFullError
+    from treadle.pipeline.retry import RetryPolicy
     from treadle.pipeline.samples import Schema
     from treadle.pipeline.sources import Source
     from treadle.pipeline.state import StreamState
-    from treadle.pipeline.storage import RetryPolicy
     from treadle.pipeline.stream import ShardStream
     from treadle.pipeline.torch_stream import TorchStream
     from treadle.pipeline.webdataset import from_webdataset
@@ -44,26 +48,34 @@ __all__ = [
     "PackedWriter",
     "Packer",
     "PairLossForm",
+    "Quarantine",
+    "QuarantineFullError",
     "Relations",
     "RetryPolicy",
     "Schema",
+    "ShardCache",
     "ShardStream",
     "Source",
     "StepItems",
     "StreamState",
     "TorchStream",
     "VideoShape",
+    "bag_of_arrays",
     "from_webdataset",
 ]
 
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
+        "treadle.pipeline.arrays": ("bag_of_arrays",),
         "treadle.pipeline.batch": ("PackedBatch",),
+        "treadle.pipeline.cache": ("ShardCache",),
         "treadle.pipeline.feed": ("NoSamplesError",),
         "treadle.pipeline.items": ("Edges", "Relations", "StepItems"),
-        "treadle.pipeline.packed": ("PackedReader", "PackedWriter"),
+        "treadle.pipeline.packed": ("PackedWriter",),
+        "treadle.pipeline.packed_reader": ("PackedReader",),
         "treadle.pipeline.packer": ("Packer",),
+        "treadle.pipeline.quarantine": ("Quarantine", "QuarantineFullError"),
         "treadle.pipeline.samples": ("Schema",),
         "treadle.pipeline.sources": ("Source",),
         "treadle.pipeline.state": ("StreamState",),

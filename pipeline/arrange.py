@@ -3,7 +3,7 @@
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from treadle.pipeline.pending import Limits, PendingBag, Placed
+from treadle.pipeline.pending import Group, Limits, PendingBag, Placed
 from treadle.pipeline.rows import RowSet
 
 HOLE_TRIES = 64
@@ -11,6 +11,9 @@ HOLE_TRIES = 64
 
 EXCHANGE_FROM_PERMILLE = 4
 """Share of empty positions from which bags are exchanged: fuller batches gain nothing."""
+
+EXCHANGE_GAIN_PERMILLE = 16
+"""Share of a row that an exchange must win: smaller ones cost time and add nothing that shows."""
 
 EXCHANGE_TRIES = 8
 """Waiting bags that are tried in the place of one."""
@@ -22,7 +25,7 @@ class Arrangement:
     __slots__ = ("_guards", "_room", "placed", "rows")
 
     def __init__(self, num_rows: int, columns: int, limits: Limits) -> None:
-        self.rows = RowSet([columns] * num_rows, columns)
+        self.rows = RowSet.empty(num_rows, columns)
         self.placed: list[Placed] = []
         self._guards, self._room = limits.guards, limits.room
 
@@ -48,7 +51,7 @@ class Arrangement:
         self._room -= bag.demand
         self.placed.append((bag, rows))
 
-    def add_decreasing(self, bags: Sequence[PendingBag], first: int | None = None) -> list[PendingBag]:
+    def add_decreasing(self, bags: Sequence[PendingBag], first: Group | None = None) -> list[PendingBag]:
         """Places the items of all bags together, longest first (those of group `first` before all); the bags of which one failed.
 
         The bags must fit the capacities together.
@@ -56,64 +59,81 @@ class Arrangement:
         count, columns = len(bags), self.rows.columns
         # One integer per item: longest first, then in arrival order.
         keys = [(columns - length) * count + place for place, bag in enumerate(bags) for length in bag.lengths]
-        keys.sort(key=None if first is None else lambda key: (bags[key % count].group != first, key))
+        keys.sort(key=None if first is None else lambda key: (bags[key % count].group is not first, key))
         rows_of: list[list[int]] = [[] for _ in bags]
         failed = self.rows.place_each([columns - key // count for key in keys], [key % count for key in keys], rows_of)
+        self._room -= sum([bag.demand for bag in bags])
+        if not failed:
+            self.placed += zip(bags, rows_of, strict=True)
+            return []
         for place, bag in enumerate(bags):
             if place in failed:
+                self._room += bag.demand
                 for row, length in zip(rows_of[place], bag.lengths, strict=False):
                     self.rows.release(row, length)
             else:
-                self._room -= bag.demand
                 self.placed.append((bag, rows_of[place]))
         return [bags[place] for place in sorted(failed)]
 
-    def fill_holes(self, waiting: list[PendingBag]) -> None:
-        """Adds the largest bags that fit what is left, until several in a row do not; takes them out of `waiting`, which ascends."""
-        free, tries, rows = self.free, HOLE_TRIES, self.rows
-        if not free or not waiting:
-            return
-        sizes = [bag.positions for bag in waiting]
-        taken: list[int] = []
-        place = bisect_right(sizes, free) - 1
+    def complete(self, waiting: Sequence[PendingBag], kept: Group | None) -> None:
+        """Fills the holes with bags of `waiting`; where they stay large, exchanges bags for larger ones. Bags of group `kept` stay."""
+        free, largest = self.free, self.rows.largest_free
+        fitting = [bag for bag in waiting if bag.longest <= largest and bag.positions <= free]
+        taken = self._fill_holes(fitting, free) if fitting else ()
+        if self.free * 1000 > len(self.rows.free) * self.rows.columns * EXCHANGE_FROM_PERMILLE:
+            self._exchange([bag for bag in waiting if bag.serial not in taken] if taken else list(waiting), kept)
+
+    def _fill_holes(self, fitting: list[PendingBag], free: int) -> set[int]:
+        """Adds the largest bags that fit what is left, until several in a row do not; the serial numbers of those added."""
+        fitting.sort(key=_positions_of)
+        tries, largest = HOLE_TRIES, self.rows.largest_free
+        sizes = [bag.positions for bag in fitting]
+        taken: set[int] = set()
+        place = len(sizes) - 1
         while place >= 0 and tries and free:
             if sizes[place] > free:
                 place = bisect_right(sizes, free, 0, place) - 1
                 continue
-            bag = waiting[place]
-            if bag.lengths[0] <= rows.largest_free:
+            bag = fitting[place]
+            if bag.longest <= largest:
                 if self.add(bag):
-                    taken.append(place)
+                    taken.add(bag.serial)
                     free -= bag.positions
-                    tries = HOLE_TRIES
+                    tries, largest = HOLE_TRIES, self.rows.largest_free
                 else:
                     tries -= 1
             place -= 1
-        for place in taken:
-            del waiting[place]
+        return taken
 
-    def exchange(self, waiting: list[PendingBag], kept: int | None) -> None:
-        """Exchanges bags for larger ones of `waiting`, which ascends, where the room beside them allows it; group `kept` stays."""
-        rows, free_of, guards = self.rows, self.rows.free, self._guards
-        if self.free * 1000 <= len(free_of) * rows.columns * EXCHANGE_FROM_PERMILLE:
+    def _exchange(self, waiting: list[PendingBag], kept: Group | None) -> None:
+        """Exchanges bags for larger ones of `waiting`, where the room beside them allows it."""
+        rows, free_of, guards, placed = self.rows, self.rows.free, self._guards, self.placed
+        gain = max(1, rows.columns * EXCHANGE_GAIN_PERMILLE // 1000)
+        most = max([bag.positions for bag in waiting], default=0) - gain
+        candidates: list[tuple[int, int]] = []
+        for at, (bag, bag_rows) in enumerate(placed):
+            if bag.positions <= most and bag.group is not kept:
+                candidates.append((-max([free_of[row] for row in bag_rows]), at))
+        if not candidates:
             return
+        candidates.sort()
+        waiting.sort(key=_positions_of)
         sizes = [bag.positions for bag in waiting]
-        placed = self.placed
-        for at in sorted(range(len(placed)), key=lambda at: -max(free_of[row] for row in placed[at][1])):
+        for _, at in candidates:
             bag, bag_rows = placed[at]
-            beside = free_of[bag_rows[0]] if len(bag_rows) == 1 else sum(free_of[row] for row in set(bag_rows))
+            beside = free_of[bag_rows[0]] if len(bag_rows) == 1 else sum([free_of[row] for row in set(bag_rows)])
             last = bisect_right(sizes, bag.positions + beside) - 1
-            if bag.group == kept or last < 0 or sizes[last] <= bag.positions:
+            if last < 0 or sizes[last] < bag.positions + gain:
                 continue
             for row, length in zip(bag_rows, bag.lengths, strict=True):
                 rows.release(row, length)
             found, largest = None, rows.largest_free
             for place in range(last, max(-1, last - EXCHANGE_TRIES), -1):
                 other = waiting[place]
-                if other.positions <= bag.positions:
+                if other.positions < bag.positions + gain:
                     break
                 room = self._room + bag.demand - other.demand
-                if other.lengths[0] > largest or room & guards != guards:
+                if other.longest > largest or room & guards != guards:
                     continue
                 found = rows.place(other.lengths)
                 if found is not None:
@@ -126,3 +146,7 @@ class Arrangement:
             if found is None:
                 for row, length in zip(bag_rows, bag.lengths, strict=True):
                     rows.occupy(row, length)
+
+
+def _positions_of(bag: PendingBag) -> int:
+    return bag.positions

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from treadle.decoders import DecodeError, DecodeOptions, Payload, decode
 from treadle.decoders.errors import DecodeErrorKind
+from treadle.pipeline.identity import as_group, item_ids, mixed
 from treadle.pipeline.items import Edges, Relations, StepItems
 from treadle.shape import BatchShape, Modality
 
@@ -60,7 +61,7 @@ class DecodedBag:
 
     modalities: list[int]
     payloads: list[Payload]
-    lengths: list[int]
+    lengths: Sequence[int]
     """Positions: the prefix, the tokens, and the mask position where the item offers choices."""
     items: list[int]
     """Each item's number in the step, or in its sample."""
@@ -78,9 +79,16 @@ class DecodedBag:
     """Items that did not decode."""
     dropped_edges: int = 0
     """Edges to and from them."""
+    made_for: BatchShape | None = None
+    """The shape whose slices and choices it suits, where a user named one; None: its maker saw to that."""
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    @property
+    def without_ids(self) -> bool:
+        """Whether its items go by their index in the batch."""
+        return self.ids is None
 
     def tokens(self, place: int) -> int:
         """Tokens of one item: its positions less the prefix and the mask."""
@@ -88,6 +96,81 @@ class DecodedBag:
 
 
 _NO_TARGETS = np.zeros(0, np.float32)
+
+
+class TextForm(NamedTuple):
+    """How texts of one set of field names are labelled: columns that all such samples share."""
+
+    modalities: list[int]
+    items: list[int]
+    temperature_groups: list[int]
+    sides: list[int]
+    choices: list[bytes]
+    choice_targets: list[NDArray[np.float32]]
+    relations: RelationColumns
+
+
+class TextBag(DecodedBag):
+    """The texts of one sample, as bytes. What else a bag has is made when asked for: a packer that knows asks for all bags at once."""
+
+    __slots__ = ("cuts", "seed", "texts")
+
+    def __init__(self, form: TextForm, texts: tuple[bytes, ...], lengths: tuple[int, ...], seed: int) -> None:
+        """Takes tuples, which the garbage collector leaves alone; `seed` is what the sample's id is mixed from."""
+        self.texts = texts
+        self.lengths = lengths
+        self.seed = seed
+        self.modalities, self.items, self.temperature_groups, self.sides, self.choices, self.choice_targets, self.relations = form
+        self.dropped = self.dropped_edges = 0
+        self.made_for = None
+        self.cuts: Sequence[bool] = ()
+        """Which texts are cut at the row's width; empty: none is."""
+
+    # Properties over the dataclass's attributes: readers see no difference, and nobody writes them.
+    if not TYPE_CHECKING:
+
+        @property
+        def payloads(self):
+            cuts = self.cuts or [False] * len(self.texts)
+            return [
+                Payload(np.frombuffer(text, np.uint8), (len(text), 1, 1), (1, 1, len(text)), cut)
+                for text, cut in zip(self.texts, cuts, strict=True)
+            ]
+
+        @property
+        def ids(self):
+            return item_ids(mixed(self.seed), len(self.texts))
+
+        @property
+        def groups(self):
+            return [as_group(mixed(self.seed))] * len(self.texts)
+
+    @property
+    def without_ids(self) -> bool:
+        """Never."""
+        return False
+
+
+class LateBag:
+    """A bag that waited when a state was taken: where it goes is known, and its content comes once it is placed."""
+
+    __slots__ = ("_begin", "_begun")
+
+    def __init__(self, begin: Callable[[], Callable[[], DecodedBag | None]]) -> None:
+        """`begin` starts reading it and answers what waits for it: the bag, None where it cannot be had any more."""
+        self._begin = begin
+        self._begun: Callable[[], DecodedBag | None] | None = None
+
+    def begin(self) -> None:
+        """Starts reading it, once."""
+        if self._begun is None:
+            self._begun = self._begin()
+
+    def content(self) -> DecodedBag | None:
+        """The bag, once it is there."""
+        self.begin()
+        assert self._begun is not None
+        return self._begun()
 
 
 def relation_columns(relations: Relations) -> RelationColumns:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from treadle.pipeline.columns import Tape
 from treadle.pipeline.items import Edges
-from treadle.pipeline.layout import COUNTS, EDGE_SETS, Capacities, LateInteractionCapacities, allocate, batch_layout
+from treadle.pipeline.layout import COUNTS, EDGE_SETS, Capacities, LateInteractionCapacities, Layout, allocate, batch_layout
 from treadle.shape import BatchShape, Modality
 
 if TYPE_CHECKING:
@@ -70,14 +70,42 @@ class PackedBatch:
         capacities: Capacities | None = None,
         state: "StreamState | None" = None,
     ) -> None:
-        self.shape = shape.resolved()
-        self.capacities = capacities or Capacities.of(self.shape, max_edges, late_interaction)
+        """
+        Args:
+            max_edges: edges that each edge set holds; 0 derives 8 per segment.
+            late_interaction: query tokens, documents and document tokens become capacities too.
+            capacities: all capacities at once, in place of the two above.
+            state: position of the stream.
+
+        Raises:
+            ValueError: a field is out of range.
+        """
+        resolved = shape.resolved()
+        limits = capacities or Capacities.of(resolved, max_edges, late_interaction)
+        layout = batch_layout(resolved, limits.edges)
+        self._bind(resolved, limits, layout, allocate(layout), state)
+        self.position_segment.fill(-1)
+
+    @classmethod
+    def over(cls, shape: BatchShape, capacities: Capacities, layout: Layout, buffer: NDArray[np.uint8]) -> "PackedBatch":
+        """A batch over memory of the layout's size, which is taken as it is; the shape is resolved."""
+        batch = cls.__new__(cls)
+        batch._bind(shape, capacities, layout, buffer, None)
+        return batch
+
+    def _bind(
+        self, shape: BatchShape, capacities: Capacities, layout: Layout, buffer: NDArray[np.uint8], state: "StreamState | None"
+    ) -> None:
+        self.shape = shape
+        self.capacities = capacities
         self.state = state
         """Position of the stream just after the last sample that this batch consumed, or None."""
-        self.layout = batch_layout(self.shape, self.capacities.edges)
-        self.buffer = allocate(self.layout)
+        self.layout = layout
+        self.buffer = buffer
         """All arrays, back to back."""
-        self._arrays = {name: field.view(self.buffer) for name, field in self.layout.fields.items()}
+        self._arrays: dict[str, NDArray[Any]] = {
+            name: np.ndarray(size, dtype, buffer, offset) for name, dtype, size, offset in layout.fields.values()
+        }
         arrays = self._arrays
         self._counts: NDArray[np.int64] = arrays["counts"]
         self.tape, self.tape_offsets = arrays["tape"], arrays["tape_offsets"]
@@ -86,7 +114,6 @@ class PackedBatch:
         self.item, self.id, self.bag, self.group = arrays["item"], arrays["id"], arrays["bag"], arrays["group"]
         self.temperature_group, self.side = arrays["temperature_group"], arrays["side"]
         self.position_segment = arrays["position_segment"]
-        self.position_segment.fill(-1)
 
     @property
     def max_edges(self) -> int:

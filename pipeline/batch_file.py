@@ -17,6 +17,7 @@ from treadle.pipeline.batch import PackedBatch
 from treadle.pipeline.batch_check import check_batch
 from treadle.pipeline.fill import write_positions
 from treadle.pipeline.layout import EDGE_SETS, NUM_COUNTS, Capacities, batch_layout
+from treadle.pipeline.recycle import Recycler
 from treadle.pipeline.tensor_file import MAX_HEADER_BYTES, PackedError, header_bytes, read_tensors, tensor_parts
 from treadle.pipeline.whole_file import whole_file
 from treadle.shape import AudioShape, BatchShape, ImageShape, VideoShape
@@ -108,8 +109,8 @@ def _checksum(arrays: Mapping[str, NDArray[Any]]) -> int:
     return found
 
 
-def batch_from_bytes(data: bytes | memoryview) -> PackedBatch:
-    """The batch whose file is `data`.
+def batch_from_bytes(data: bytes | memoryview, recycler: Recycler | None = None) -> PackedBatch:
+    """The batch whose file is `data`, copied out of it, into memory of `recycler` where that is of its layout.
 
     Raises:
         PackedError: the file is truncated, altered, or of another format version.
@@ -121,12 +122,19 @@ def batch_from_bytes(data: bytes | memoryview) -> PackedBatch:
         raise PackedError("corrupt", "the arrays do not match their checksum")
     state_bytes = arrays.pop("state", None)
     used = _used_segments(arrays, capacities)
-    batch = PackedBatch(shape, capacities=capacities)
+    layout, stale = batch_layout(shape, capacities.edges), 0
+    if recycler is not None and recycler.layout is layout:
+        buffer, stale = recycler.take()
+        batch = PackedBatch.over(shape, capacities, layout, buffer)
+    else:
+        batch = PackedBatch(shape, capacities=capacities)
     expected = {name for name in batch.layout.fields if name != "position_segment"}
     if set(arrays) != expected:
         raise PackedError("corrupt", f"arrays differ from the format's: {', '.join(sorted(set(arrays) ^ expected))}")
     for name, array in arrays.items():
         _copy_in(batch, name, array, used)
+    if stale > len(arrays["tape"]):
+        batch.tape[len(arrays["tape"]) : stale] = 0
     check_batch(batch)
     write_positions(batch, used)
     if int((batch.position_segment >= 0).sum()) != batch.positions:

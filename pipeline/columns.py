@@ -157,6 +157,8 @@ def content_list(values: Any, count: int) -> list[Content] | Tape[np.uint8]:
         raise ValueError(f"contents has {len(entries)} entries for {count} items: there must be one per item")
     for item, entry in enumerate(entries):
         if isinstance(entry, bytes | bytearray | memoryview):
+            if isinstance(entry, memoryview) and not entry.c_contiguous:
+                entries[item] = entry.tobytes()
             continue
         if isinstance(entry, np.ndarray) and entry.dtype == np.uint8 and entry.ndim == 1:
             entries[item] = np.ascontiguousarray(entry).data

@@ -27,7 +27,7 @@ _SHIFT: Final = np.uint64(32)
 _ROUNDS: Final = 10
 
 _BLOCK_COUNTERS: Final = 128
-_BLOCK_DRAWS: Final = 4 * _BLOCK_COUNTERS
+BLOCK_DRAWS: Final = 4 * _BLOCK_COUNTERS
 """Draws computed at once: numpy's fixed cost of a block is spread over them (about 0.2 us a draw)."""
 
 Words = NDArray[np.uint32]
@@ -84,11 +84,14 @@ class DrawSequence:
 
     def at(self, n: int) -> int:
         """Draw number `n`."""
-        block, place = divmod(n, _BLOCK_DRAWS)
+        block, place = divmod(n, BLOCK_DRAWS)
         if block != self._block:
-            first = block * _BLOCK_COUNTERS
-            counters = np.arange(first, first + _BLOCK_COUNTERS, dtype=np.uint64)
-            words = philox(self._key, counters, self._lane, self._source, self._purpose)
-            self._words = np.stack(words, axis=1).ravel().tolist()
-            self._block = block
+            self._words, self._block = self.block(block), block
         return self._words[place]
+
+    def block(self, number: int) -> list[int]:
+        """The draws from `number * BLOCK_DRAWS` on, as many."""
+        first = number * _BLOCK_COUNTERS
+        counters = np.arange(first, first + _BLOCK_COUNTERS, dtype=np.uint64)
+        words: list[int] = np.stack(philox(self._key, counters, self._lane, self._source, self._purpose), axis=1).ravel().tolist()
+        return words

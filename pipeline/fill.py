@@ -1,17 +1,23 @@
 """Writes placed bags into a packed batch."""
 
 from collections.abc import Sequence
+from itertools import chain
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from treadle.pipeline.bag import NO_RELATIONS, DecodedBag, EdgeColumns, RelationColumns
+from treadle.pipeline.bag import NO_RELATIONS, DecodedBag, EdgeColumns, RelationColumns, TextBag
 from treadle.pipeline.batch import DIMENSIONS, PackedBatch
-from treadle.pipeline.layout import COUNTS, EDGE_SETS, align
+from treadle.pipeline.identity import identities
+from treadle.pipeline.layout import COUNTS, EDGE_SETS
 from treadle.shape import ALIGNMENT_BYTES, LateInteractionSide
 
 _SHORT_BYTES = 4096
-_ZEROS = bytes(ALIGNMENT_BYTES)
+_LONG_POSITIONS = 64
+"""Mean length from which positions are written segment by segment rather than all at once."""
+
+_ZEROS = [bytes(count) for count in range(ALIGNMENT_BYTES)]
 
 PlacedBag = tuple[DecodedBag, Sequence[int]]
 """A bag and the row of each of its items."""
@@ -33,23 +39,30 @@ def late_interaction_use(bag: DecodedBag, query_span: int) -> tuple[int, int, in
 
 def joined_relations(placed: Sequence[PlacedBag]) -> RelationColumns:
     """The relations of all bags between segments, which are numbered bag by bag: order within a bag is kept."""
-    if all(bag.relations is NO_RELATIONS for bag, _ in placed):
+    relations = [bag.relations for bag, _ in placed]
+    if all([found is NO_RELATIONS for found in relations]):
         return NO_RELATIONS
-    firsts: list[int] = []
-    count = 0
-    for bag, _ in placed:
-        firsts.append(count)
-        count += len(bag)
+    sizes = np.array([len(bag.lengths) for bag, _ in placed], np.int64)
+    firsts = np.cumsum(sizes) - sizes
 
     def join(which: int) -> EdgeColumns:
-        found = [(bag.relations[which], first) for (bag, _), first in zip(placed, firsts, strict=True) if len(bag.relations[which].sources)]
-        shift = np.repeat(np.array([first for _, first in found], np.int64), np.array([len(edges.sources) for edges, _ in found], np.int64))
-        none_int, none_float = np.zeros(0, np.int64), np.zeros(0, np.float32)
-        return EdgeColumns(
-            np.concatenate([none_int, *(edges.sources for edges, _ in found)]) + shift,
-            np.concatenate([none_int, *(edges.targets for edges, _ in found)]) + shift,
-            np.concatenate([none_float, *(edges.weights for edges, _ in found)]),
-        )
+        sets = [found[which] for found in relations]
+        counts = np.array([len(edges.sources) for edges in sets], np.int64)
+        if not counts.any():
+            return NO_RELATIONS[which]
+        # Samples of one form share their columns: one copy per different set, not one per bag.
+        alike = {id(edges): edges for edges in sets}
+        if len(alike) == 1:
+            same = sets[0]
+            joined = EdgeColumns(np.tile(same.sources, len(sets)), np.tile(same.targets, len(sets)), np.tile(same.weights, len(sets)))
+        else:
+            joined = EdgeColumns(
+                np.concatenate([edges.sources for edges in sets]),
+                np.concatenate([edges.targets for edges in sets]),
+                np.concatenate([edges.weights for edges in sets]),
+            )
+        shift = np.repeat(firsts, counts)
+        return EdgeColumns(joined.sources + shift, joined.targets + shift, joined.weights)
 
     return join(0), join(1), join(2)
 
@@ -63,35 +76,42 @@ def fill_batch(
     dropped: int = 0,
     dropped_edges: int = 0,
     left_out: bool = False,
+    stale_tape: int = 0,
 ) -> None:
-    """Writes `placed`, in order, into a fresh batch.
+    """Writes `placed`, in order, into a fresh or a cleared batch.
 
     Args:
         num_items: items of the step; None numbers the items by segment.
         dropped: items that no batch holds.
         dropped_edges: edges to and from them.
         left_out: whether bags were left that this batch could not take as well.
+        stale_tape: bytes of the tape that an earlier batch of the same memory used.
     """
-    lengths = [length for bag, _ in placed for length in bag.lengths]
+    bags = [bag for bag, _ in placed]
+    lengths = list(chain.from_iterable([bag.lengths for bag in bags]))
     used = len(lengths)
     truncated = 0
+    contents: list[bytes | NDArray[Any]] = []
     if used:
-        truncated = _write_segments(batch, placed, lengths)
-        write_positions(batch, used)
-    _write_tape(batch, placed)
-    _write_choices(batch, placed)
+        contents, truncated = _write_contents(batch, bags, used)
+        _write_segments(batch, bags, list(chain.from_iterable([rows for _, rows in placed])), lengths)
+    write_positions(batch, used)
+    _write_tape(batch, contents, stale_tape)
+    _write_choices(batch, bags)
     for name, edges in zip(EDGE_SETS, relations, strict=True):
         _write_edges(batch, name, edges)
-    defaulted = all(bag.ids is None for bag, _ in placed)
+    defaulted = all([bag.without_ids for bag in bags])
     if num_items is None:
         batch.item[:used] = np.arange(used)
     if defaulted:
-        batch.id[:used] = batch.item[:used].astype(np.uint64)
+        batch.id[:used] = batch.item[:used]
     counts = dict.fromkeys(COUNTS, 0)
     counts["segments"] = used
-    counts["bags"] = len(placed)
-    counts["positions"] = sum(lengths)
-    counts["tokens"] = int(batch.grid[:used].prod(axis=1, dtype=np.int64).sum())
+    counts["bags"] = len(bags)
+    counts["positions"] = positions = sum(lengths)
+    # What is left of the positions are prefixes, and masks of the items that offer choices.
+    masks = int(np.count_nonzero(np.diff(batch.array("choice_offsets")))) if batch.shape.max_choices_per_item else 0
+    counts["tokens"] = positions - used - masks
     counts["truncated"] = truncated
     counts["dropped"] = dropped
     counts["dropped_edges"] = dropped_edges
@@ -99,91 +119,139 @@ def fill_batch(
     counts["ids_defaulted"] = int(defaulted)
     counts["tape_used"] = int(batch.tape_offsets[-1])
     if batch.capacities.late_interaction:
-        uses = [late_interaction_use(bag, batch.capacities.query_span) for bag, _ in placed]
+        uses = [late_interaction_use(bag, batch.capacities.query_span) for bag in bags]
         for name, column in zip(("query_tokens", "documents", "document_tokens"), zip(*uses, strict=True), strict=False):
             counts[name] = sum(column)
     header = batch.array("counts")
-    header[: len(COUNTS)] = [counts[name] for name in COUNTS]
+    header[: len(COUNTS)] = list(counts.values())
     if left_out:
         shares = batch.fill
         header[COUNTS.index("closed_by")] = 1 + max(range(len(shares)), key=lambda code: (shares[DIMENSIONS[code]], -code))
 
 
-def _write_segments(batch: PackedBatch, placed: Sequence[PlacedBag], lengths: list[int]) -> int:
-    """The columns with one entry per segment; answers how many items were cut."""
+def _write_joined(into: NDArray[Any], columns: Sequence[Sequence[int]]) -> None:
+    """One column of all bags; bags that are labelled alike, which most are, cost next to nothing."""
+    first = columns[0]
+    if columns.count(first) == len(columns):
+        into.reshape(len(columns), len(first))[:] = first
+    else:
+        into[:] = list(chain.from_iterable(columns))
+
+
+def _write_contents(batch: PackedBatch, bags: Sequence[DecodedBag], used: int) -> tuple[list[bytes | NDArray[Any]], int]:
+    """Modalities, grids and extents; answers every segment's content, and how many items were cut."""
+    contents: list[bytes | NDArray[Any]] = []
+    texts = [bag.texts for bag in bags if isinstance(bag, TextBag)]
+    if len(texts) == len(bags):
+        contents += chain.from_iterable(texts)
+        cut = sum([sum(bag.cuts) for bag in bags if isinstance(bag, TextBag) and bag.cuts])
+        sizes = [len(text) for text in contents]
+    else:
+        payloads = list(chain.from_iterable([bag.payloads for bag in bags]))
+        contents += [payload.array for payload in payloads]
+        cut = sum([payload.truncated for payload in payloads])
+        _write_joined(batch.modality[:used], [bag.modalities for bag in bags])
+        if batch.modality[:used].any():
+            batch.grid.reshape(-1)[: 3 * used] = list(chain.from_iterable([payload.grid for payload in payloads]))
+            batch.extent.reshape(-1)[: 3 * used] = list(chain.from_iterable([payload.extent for payload in payloads]))
+            return contents, cut
+        sizes = [payload.grid[0] for payload in payloads]
+    batch.grid[:used] = batch.extent[:used] = 1
+    batch.grid[:used, 0] = batch.extent[:used, 2] = sizes
+    return contents, cut
+
+
+def _write_segments(batch: PackedBatch, bags: Sequence[DecodedBag], rows: list[int], lengths: list[int]) -> None:
+    """Places and labels."""
     used = len(lengths)
-    payloads = [payload for bag, _ in placed for payload in bag.payloads]
-    rows = [row for _, bag_rows in placed for row in bag_rows]
-    taken = [0] * batch.shape.max_rows_per_device
+    # Segments of one row lie back to back, in their own order.
+    ends = [0] * batch.shape.max_rows_per_device
     starts: list[int] = []
     for row, length in zip(rows, lengths, strict=True):
-        starts.append(taken[row])
-        taken[row] += length
-    batch.modality[:used] = [kind for bag, _ in placed for kind in bag.modalities]
-    batch.grid[:used] = [payload.grid for payload in payloads]
-    batch.extent[:used] = [payload.extent for payload in payloads]
+        start = ends[row]
+        starts.append(start)
+        ends[row] = start + length
     batch.row[:used] = rows
     batch.start[:used] = starts
     batch.length[:used] = lengths
-    batch.item[:used] = [item for bag, _ in placed for item in bag.items]
-    batch.bag[:used] = np.repeat(np.arange(len(placed)), [len(bag) for bag, _ in placed])
-    batch.group[:used] = [group for bag, _ in placed for group in bag.groups]
-    batch.temperature_group[:used] = [group for bag, _ in placed for group in bag.temperature_groups]
-    batch.side[:used] = [side for bag, _ in placed for side in bag.sides]
-    if any(bag.ids is not None for bag, _ in placed):
-        batch.id[:used] = np.array([identity for bag, _ in placed for identity in bag.ids or bag.items], np.uint64)
-    return sum(payload.truncated for payload in payloads)
+    _write_joined(batch.item[:used], [bag.items for bag in bags])
+    sizes = [len(bag.lengths) for bag in bags]
+    numbers = np.arange(len(bags))
+    batch.bag[:used] = numbers if used == len(bags) else np.repeat(numbers, sizes)
+    _write_joined(batch.temperature_group[:used], [bag.temperature_groups for bag in bags])
+    _write_joined(batch.side[:used], [bag.sides for bag in bags])
+    seeds = [bag.seed for bag in bags if isinstance(bag, TextBag)]
+    if len(seeds) == len(bags):
+        batch.group[:used], batch.id[:used] = identities(seeds, sizes)
+        return
+    batch.group[:used] = list(chain.from_iterable([bag.groups for bag in bags]))
+    ids = [bag.ids for bag in bags]
+    if any(ids):
+        batch.id[:used] = np.fromiter(
+            chain.from_iterable([each or bag.items for each, bag in zip(ids, bags, strict=True)]), np.uint64, used
+        )
 
 
 def write_positions(batch: PackedBatch, used: int) -> None:
-    """Fills `position_segment` from the places of the first `used` segments."""
-    lengths = batch.length[:used].astype(np.int64)
-    first = batch.row[:used].astype(np.int64) * batch.shape.max_columns_per_row + batch.start[:used]
-    before = np.cumsum(lengths) - lengths
-    places = np.arange(int(lengths.sum())) + np.repeat(first - before, lengths)
-    batch.position_segment.reshape(-1)[places] = np.repeat(np.arange(used, dtype=np.int32), lengths)
+    """Writes all of `position_segment` from the places of the first `used` segments."""
+    positions = batch.position_segment.reshape(-1)
+    positions.fill(-1)
+    columns = batch.shape.max_columns_per_row
+    rows, starts, lengths = batch.row[:used], batch.start[:used], batch.length[:used]
+    if used * _LONG_POSITIONS <= len(positions):
+        for segment, (row, start, length) in enumerate(zip(rows.tolist(), starts.tolist(), lengths.tolist(), strict=True)):
+            first = row * columns + start
+            positions[first : first + length] = segment
+        return
+    firsts = rows.astype(np.int64) * columns + starts
+    order = np.argsort(firsts)
+    counts = lengths[order]
+    before = np.cumsum(counts) - counts
+    places = np.repeat(firsts[order] - before, counts)
+    places += np.arange(len(places))
+    positions[places] = np.repeat(order.astype(np.int32), counts)
 
 
-def _write_tape(batch: PackedBatch, placed: Sequence[PlacedBag]) -> None:
-    tape, offsets, end = batch.tape, [0], 0
+def _write_tape(batch: PackedBatch, contents: Sequence[bytes | NDArray[Any]], stale: int) -> None:
+    """Copies the contents, zeros after each up to the next, and over what an earlier batch left."""
+    tape = batch.tape
+    sizes = [len(content) if isinstance(content, bytes) else content.nbytes for content in contents]
+    used = len(sizes)
+    ends = np.cumsum((np.array(sizes, np.int64) + (ALIGNMENT_BYTES - 1)) & -ALIGNMENT_BYTES)
+    batch.tape_offsets[1 : used + 1] = ends
+    end = int(ends[-1]) if used else 0
+    batch.tape_offsets[used + 1 :] = end
     short: list[bytes] = []
     short_from = 0
-    for bag, _ in placed:
-        for payload in bag.payloads:
-            array = payload.array
-            nbytes = array.nbytes
-            if nbytes <= _SHORT_BYTES:
-                # A run of short payloads is joined and copied at once: a third of what one copy each costs.
-                short.append(array.tobytes())
-                short.append(_ZEROS[: -nbytes % ALIGNMENT_BYTES])
-            else:
-                _write_run(tape, short_from, short)
-                tape[end : end + nbytes] = array.reshape(-1).view(np.uint8)
-                short_from = align(end + nbytes)
-            end = align(end + nbytes)
-            offsets.append(end)
-    _write_run(tape, short_from, short)
-    batch.tape_offsets[: len(offsets)] = offsets
-    batch.tape_offsets[len(offsets) :] = end
+    for content, size, stop in zip(contents, sizes, ends.tolist(), strict=True):
+        if size <= _SHORT_BYTES:
+            # A run of short contents is joined and copied at once: a third of what one copy each costs.
+            short.append(content if isinstance(content, bytes) else content.tobytes())
+            short.append(_ZEROS[-size % ALIGNMENT_BYTES])
+            continue
+        begin = stop - size - -size % ALIGNMENT_BYTES
+        if short:
+            tape[short_from:begin] = np.frombuffer(b"".join(short), np.uint8)
+            short.clear()
+        tape[begin : begin + size] = np.frombuffer(content, np.uint8)
+        tape[begin + size : stop] = 0
+        short_from = stop
+    if short:
+        tape[short_from:end] = np.frombuffer(b"".join(short), np.uint8)
+    if stale > end:
+        tape[end:stale] = 0
 
 
-def _write_run(tape: NDArray[np.uint8], begin: int, parts: list[bytes]) -> None:
-    if parts:
-        joined = b"".join(parts)
-        tape[begin : begin + len(joined)] = np.frombuffer(joined, np.uint8)
-        parts.clear()
-
-
-def _write_choices(batch: PackedBatch, placed: Sequence[PlacedBag]) -> None:
-    if not batch.shape.max_choices_per_item or not any(legal for bag, _ in placed for legal in bag.choices):
+def _write_choices(batch: PackedBatch, bags: Sequence[DecodedBag]) -> None:
+    if not batch.shape.max_choices_per_item or not any(legal for bag in bags for legal in bag.choices):
         return
-    legal = b"".join(entry for bag, _ in placed for entry in bag.choices)
-    sizes = [len(entry) for bag, _ in placed for entry in bag.choices]
+    legal = b"".join(entry for bag in bags for entry in bag.choices)
+    sizes = [len(entry) for bag in bags for entry in bag.choices]
     offsets: NDArray[np.int64] = batch.array("choice_offsets")
     np.cumsum(sizes, out=offsets[1 : len(sizes) + 1])
     offsets[len(sizes) + 1 :] = len(legal)
     batch.array("choice_data")[: len(legal)] = np.frombuffer(legal, np.uint8)
-    batch.array("choice_target_data")[: len(legal)] = np.concatenate([targets for bag, _ in placed for targets in bag.choice_targets])
+    batch.array("choice_target_data")[: len(legal)] = np.concatenate([targets for bag in bags for targets in bag.choice_targets])
 
 
 def _write_edges(batch: PackedBatch, name: str, edges: EdgeColumns) -> None:

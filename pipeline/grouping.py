@@ -3,10 +3,12 @@
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
+from operator import eq
 from typing import NamedTuple
 
 from treadle.pipeline.storage import StorageError
-from treadle.pipeline.tar import Member, MemberReader, TarError
+from treadle.pipeline.tar import Member, MemberReader, Members, TarError
 from treadle.pipeline.unpack import UnpackError
 
 MAX_KEYS = 1 << 16
@@ -23,9 +25,9 @@ class RawField(NamedTuple):
     data: bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RawSample:
-    """The files of one key."""
+    """The files of one key. Not frozen: that would triple what making one costs."""
 
     key: str
     index: int
@@ -124,7 +126,8 @@ class Grouping:
         except TarError as error:
             if not self._belongs(error):
                 yield from self._last(error.offset)
-            raise ShardError(error.kind, error.offset, error.detail) from None
+            rest = "" if error.kind == "not_a_tar" else reader.rest()
+            raise ShardError(error.kind, error.offset, error.detail + rest) from None
         except (StorageError, UnpackError) as error:
             cut = reader.cut
             offset = reader.end if cut is None else cut.offset
@@ -136,13 +139,18 @@ class Grouping:
             reader.counts.clear()
         yield from self._last(reader.end)
 
-    def _block(self, buffer: bytes, base: int, members: list[Member]) -> Iterator[RawSample]:
+    def _block(self, buffer: bytes, base: int, members: Members) -> Iterator[RawSample]:
+        if self._contents and not self.reader.refused:
+            alone = self._alone(buffer, base, members)
+            if alone is not None:
+                yield from alone
+                return
         # All of it in locals: at 4 KiB a member this loop and the header's parse are what reading costs.
         part, parts, contents, keys, refused = self._part, self._parts, self._contents, self._keys, self.reader.refused
         open_key, index, fields = self._key, self._index, self._fields
         mine = contents and index % parts == part
         new = tuple.__new__
-        for name, header, start, size in members:
+        for name, header, start, size in members.rows():
             slash = name.rfind("/") + 1
             dot = name.find(".", slash)
             if dot <= slash or name[0] == "." or "__MACOSX" in name:
@@ -152,6 +160,8 @@ class Grouping:
             if not field:
                 self._counts[_skip_reason(name)] += 1
                 continue
+            if "0" <= field[0] <= "9" and key[-1:].isdigit() and "." in field:
+                self._counts["key_cut_in_number"] += 1
             if key != open_key:
                 if open_key is not None:
                     if index % parts == part:
@@ -171,6 +181,57 @@ class Grouping:
                 else:
                     self._problem, fields = _problem(key, field, header, start, fields, refused), {}
         self._key, self._index, self._fields = open_key, index, fields
+
+    def _alone(self, buffer: bytes, base: int, members: Members) -> list[RawSample] | None:
+        """The same where each member is a sample of its own, all at once: a third of what one by one costs."""
+        count = len(members)
+        names, headers, starts, sizes = members.names, members.headers, members.starts, members.sizes
+        # Samples of several files show it at once, wherever the chunk begins.
+        if any([a.partition(".")[0] == b.partition(".")[0] for a, b in pairwise(names[:4])]):
+            return None
+        pieces = [name.split(".", 1) for name in names]
+        if min(map(len, pieces)) < 2:
+            return None
+        keys: list[str] = [piece[0] for piece in pieces]
+        fields = [piece[1] for piece in pieces]
+        suffixes = set(fields)
+        # A dot in a folder's name, a hidden file, two members of one key: all of it is for the long way.
+        if (
+            any([not suffix or "/" in suffix or ("0" <= suffix[0] <= "9" and "." in suffix) for suffix in suffixes])
+            or not all(keys)
+            or any([key[0] == "." or key[-1] == "/" for key in keys])
+            or keys[0] == self._key
+            or any(map(eq, keys, keys[1:]))
+            or "__MACOSX" in "".join(names)
+            or len(self._keys) + count > MAX_KEYS
+        ):
+            return None
+        lower = {suffix: suffix.lower() for suffix in suffixes}
+        seen = len(self._keys)
+        self._keys.update(keys)
+        if again := count - (len(self._keys) - seen):
+            self._counts["key_seen_again"] += again
+        first = self._index if self._key is None else self._index + 1
+        found = [*self._last(headers[0])]
+        part, parts = self._part, self._parts
+        new = tuple.__new__
+        found += [
+            RawSample(
+                keys[place],
+                first + place,
+                headers[place],
+                headers[place + 1] - headers[place],
+                (new(RawField, (lower[fields[place]], starts[place], buffer[starts[place] - base : starts[place] - base + sizes[place]])),),
+            )
+            for place in range((part - first) % parts, count - 1, parts)
+        ]
+        self._index = first + count - 1
+        self._key, self._offset, self._problem = keys[-1], headers[-1], None
+        start = starts[-1] - base
+        field = lower[fields[-1]]
+        mine = self._index % parts == part
+        self._fields = {field: RawField(field, starts[-1], buffer[start : start + sizes[-1]])} if mine else {}
+        return found
 
     def _last(self, end: int) -> Iterator[RawSample]:
         """The sample that is open when members end."""
@@ -202,7 +263,7 @@ def whole_sample(reader: MemberReader, data: bytes, index: int, offset: int) -> 
     found: tuple[str, int] | None = None
     fields: dict[str, RawField] = {}
     problem: tuple[str, str] | None = None
-    for name, header, start, size in members:
+    for name, header, start, size in members.rows():
         key, field = split_name(name)
         if not field:
             continue

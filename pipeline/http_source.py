@@ -6,16 +6,31 @@ read from its start. Only the standard library is used: faults must be seen as t
 
 import base64
 import netrc
+import os
+import socket
 import ssl
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from functools import lru_cache, partial
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from io import BufferedReader, RawIOBase
+from typing import Any, Final, cast
 from urllib.parse import SplitResult, quote, unquote, urljoin, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from treadle.pipeline.storage import Fault, public_url, range_stop, retry_after_s
+from treadle.pipeline.retry import RetryPolicy
+from treadle.pipeline.storage import Fault, Wait, public_url, range_stop, retry_after_s
 
 MAX_REDIRECTS = 8
 READ_THROUGH_BYTES = 256 << 10
 """A gap up to this long is read and thrown away rather than asked for anew."""
+
+CONNECT_S: Final = 10.0
+"""Longest wait for a connection, s; it cannot be interrupted."""
+TURN_S: Final = 0.1
+"""How often a read looks whether to go on."""
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _PASSING = frozenset({408, 421, 423, 425, 429})
@@ -24,20 +39,62 @@ _PASSING = frozenset({408, 421, 423, 425, 429})
 _HTML_STARTS = (b"<!doctype html", b"<html", b"<!--", b"<head")
 
 
+class _Patient(RawIOBase):
+    """A socket read in short turns."""
+
+    def __init__(self, connected: socket.socket, wait: Wait) -> None:
+        self._socket = connected
+        # Keeps the socket open when the connection lets go of it before the answer has been read.
+        self._kept = connected.makefile("rb", buffering=0)
+        self._wait = wait
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        begun = time.monotonic()
+        while True:
+            try:
+                size = self._socket.recv_into(buffer)
+            except TimeoutError:
+                self._wait.turn(time.monotonic() - begun)
+                continue
+            self._wait.got(size, time.monotonic() - begun)
+            return size
+
+    def close(self) -> None:
+        if not self.closed:
+            self._kept.close()
+        super().close()
+
+
+class _Answer(HTTPResponse):
+    """An answer that is waited for in turns, its header included."""
+
+    def __init__(
+        self, wait: Wait, connected: socket.socket, debuglevel: int = 0, method: str | None = None, url: str | None = None
+    ) -> None:
+        super().__init__(connected, debuglevel, method, url)
+        self.fp.close()
+        self.fp = BufferedReader(_Patient(connected, wait), 1 << 16)
+
+
 class HttpSource:
     """One object behind HTTP.
 
     Args:
         url: http or https; user and password in it, or netrc, become Basic authorization.
-        timeout_s: silence after which a connection is a fault, s.
+        policy: what counts as silence.
+        closing: once set, waits end.
     """
 
-    def __init__(self, url: str, *, timeout_s: float = 60.0) -> None:
+    def __init__(self, url: str, policy: RetryPolicy | None = None, closing: threading.Event | None = None) -> None:
         self.size: int | None = None
         self.stop: int | None = None
+        self.version: str | None = None
         self._url = url
-        self._timeout_s = timeout_s
-        self._etag: str | None = None
+        self._timeout_s = (policy or RetryPolicy()).timeout_s
+        self._wait = Wait(policy or RetryPolicy(), closing)
         self._connection: HTTPConnection | None = None
         self._peer = ("", "", "")
         self._response: HTTPResponse | None = None
@@ -45,6 +102,8 @@ class HttpSource:
         self._left: int | None = None
         self._head = b""
         self._ranged = False
+        self._unzip: _Unzip | None = None
+        self._encoded = False
         self._place: SplitResult | None = None
 
     def fetch(self, position: int, most: int) -> bytes:
@@ -57,7 +116,9 @@ class HttpSource:
             return b""
         try:
             gap = position - self._at
-            fresh = self._response is None or not 0 <= gap <= READ_THROUGH_BYTES or (self._left is not None and gap >= self._left)
+            # A body that is no range began at the start, and would again: whatever lies ahead in it is read through.
+            far = self._ranged and (gap > READ_THROUGH_BYTES or (self._left is not None and gap >= self._left))
+            fresh = self._response is None or gap < 0 or far
             if fresh:
                 self._drop_response()
                 if not self._request(position):
@@ -68,8 +129,17 @@ class HttpSource:
                 if not self._piece(position - self._at):
                     raise Fault(f"the object ends at byte {self._at}, byte {position} was to be read", kind="changed", permanent=True)
             data = self._piece(most)
+        except ssl.SSLCertVerificationError as error:
+            raise Fault(
+                f"its certificate is not trusted: {error.verify_message}; SSL_CERT_FILE may name a bundle of authorities that are",
+                kind="refused",
+                permanent=True,
+            ) from None
         except (OSError, HTTPException) as error:
             raise Fault(f"{type(error).__name__}: {error}") from None
+        except ValueError:
+            # The message of the library may show a part of a password.
+            raise Fault("the URL, or what the server answered, cannot be made sense of") from None
         if not data and (self._ranged or self.size is not None) and position != self.size:
             # What was asked for has ended, the object has not.
             if fresh:
@@ -107,26 +177,48 @@ class HttpSource:
         response = self._response
         if response is None:
             return b""
+        if self._unzip is not None:
+            data = self._unzip.read(most, lambda: self._raw(response, 1 << 18))
+        else:
+            data = self._raw(response, min(most, 1 << 20))
+        self._at += len(data)
+        if not data:
+            if self.size is None and not self._ranged and (self._left is None or self._unzip is not None):
+                self.size = self._at
+            self._drop_response()
+        return data
+
+    def _raw(self, response: HTTPResponse, most: int) -> bytes:
+        """The next bytes of the body as they are sent.
+
+        Raises:
+            Fault: the body ended before its length.
+        """
         if self._head:
             data, self._head = self._head[:most], self._head[most:]
+        elif self._left == 0:
+            data = b""
         else:
-            data = response.read1(min(most, 1 << 20) if self._left is None else min(most, 1 << 20, self._left)) if self._left != 0 else b""
+            data = response.read1(most if self._left is None else min(most, self._left))
         if self._left is not None:
             self._left -= len(data)
             if not data and self._left:
                 raise Fault(f"the body ended {self._left} bytes early")
-        self._at += len(data)
-        if not data:
-            if self._left is None and self.size is None and not self._ranged:
-                self.size = self._at
-            self._drop_response()
         return data
 
     def _request(self, position: int) -> bool:
         """Opens a response that holds `position`; False where the object ends there."""
         stop = range_stop(position, self.stop, None)
-        response = self._answer({"Range": f"bytes={position}-{stop - 1}", "Accept-Encoding": "identity"})
+        asked = {} if self._encoded else {"Range": f"bytes={position}-{stop - 1}"}
+        response = self._answer({**asked, "Accept-Encoding": "identity"})
         status = response.status
+        if status in (200, 206) and self._is_encoded(response) and status == 206:
+            # A range of the encoded bytes is of no use without those before it.
+            response.close()
+            self.reset()
+            if not asked:
+                raise Fault("a part of a gzip body came where the whole was asked for")
+            return self._request(position)
         total = _total(response.getheader("Content-Range"))
         if status == 416:
             response.read()
@@ -136,20 +228,32 @@ class HttpSource:
             return False
         if status not in (200, 206):
             raise self._refusal(response)
-        length = response.getheader("Content-Length")
-        held = int(length) if length is not None and length.isdigit() else None
+        held = _number(response.getheader("Content-Length"))
         start = 0
         if status == 206:
             start = _first(response.getheader("Content-Range"))
             if start != position:
                 raise Fault(f"bytes from {position} were asked for, bytes from {start} came")
         else:
-            total = held
+            total = None if self._encoded else held
+        self._unzip = _Unzip() if self._encoded else None
         self._response, self._at, self._left, self._ranged = response, start, held, status == 206
         if start == 0:
             self._look_at_start(response)
-        self._same(total, response.getheader("ETag"))
+        self._same(total, response.getheader("ETag") or response.getheader("Last-Modified"))
         return True
+
+    def _is_encoded(self, response: HTTPResponse) -> bool:
+        """Whether the body is a gzip of the object. What is named a gzip file is taken to be one, not to be made into one on its way.
+
+        Raises:
+            Fault: it is encoded in another way.
+        """
+        coding = (response.getheader("Content-Encoding") or "identity").strip().lower()
+        if coding in ("identity", "gzip", "x-gzip"):
+            self._encoded = coding != "identity" and not urlsplit(self._url).path.lower().endswith((".gz", ".tgz"))
+            return self._encoded
+        raise Fault(f"the body comes in Content-Encoding {coding[:40]!r}, of which only gzip is undone", permanent=True)
 
     def _look_at_start(self, response: HTTPResponse) -> None:
         """Refuses an HTML page in the object's place: error pages and sign-in pages come with status 200."""
@@ -160,16 +264,18 @@ class HttpSource:
         if not head and self._left:
             raise Fault(f"the body ended {self._left} bytes early")
 
-    def _same(self, total: int | None, etag: str | None) -> None:
+    def _same(self, total: int | None, version: str | None) -> None:
         """Checks that the object is the one it was."""
         if total is not None:
             if self.size is not None and total != self.size:
                 raise Fault(f"the object changed while it was read: {self.size} bytes became {total}", kind="changed", permanent=True)
             self.size = total
-        if etag is not None:
-            if self._etag is not None and etag != self._etag:
-                raise Fault(f"the object changed while it was read: ETag {self._etag} became {etag}", kind="changed", permanent=True)
-            self._etag = etag
+        if version is not None:
+            if self.version is not None and version != self.version:
+                raise Fault(
+                    f"the object changed while it was read: version {self.version} became {version}", kind="changed", permanent=True
+                )
+            self.version = version
 
     def _refusal(self, response: HTTPResponse) -> Fault:
         status = response.status
@@ -198,13 +304,7 @@ class HttpSource:
                 return response
             response.close()
             self.reset()
-            moved = urlsplit(urljoin(place.geturl(), target))
-            if moved.scheme not in ("http", "https") or not moved.hostname or (place.scheme == "https" and moved.scheme == "http"):
-                shown = public_url(moved.geturl())
-                raise Fault(
-                    f"it redirects to {shown!r}; only http and https are followed, never from https to http", kind="refused", permanent=True
-                )
-            place = moved
+            place = _moved(place, target)
         raise Fault(f"more than {MAX_REDIRECTS} redirects")
 
     def _get(self, place: SplitResult, headers: dict[str, str]) -> HTTPResponse:
@@ -223,24 +323,36 @@ class HttpSource:
                 self._connection.close()
         elif self._connection is not None:
             self._connection.close()
-        self._connection, target = self._connect(place, host, port, proxy, target)
+        self._wait.anew()
+        self._connection, target, headers = self._connect(place, host, port, proxy, target, headers)
         self._peer = peer if not proxy or place.scheme == "https" else ("", "", "")
         return self._send(self._connection, target, headers)
 
-    def _connect(self, place: SplitResult, host: str, port: int, proxy: str | None, target: str) -> tuple[HTTPConnection, str]:
+    def _connect(
+        self, place: SplitResult, host: str, port: int, proxy: str | None, target: str, headers: dict[str, str]
+    ) -> tuple[HTTPConnection, str, dict[str, str]]:
+        """A connection, and what to ask of it for `target`."""
         via = urlsplit(proxy if "://" in proxy else f"http://{proxy}") if proxy else None
-        if via is not None and via.hostname:
-            basic = _authorization(via)
+        timeout_s = min(self._timeout_s, CONNECT_S)
+        connection: HTTPConnection
+        if via is None or not via.hostname:
             if place.scheme == "https":
-                tunnel = HTTPSConnection(via.hostname, via.port or 80, timeout=self._timeout_s, context=ssl.create_default_context())
-                tunnel.set_tunnel(host, port, {"Proxy-Authorization": basic} if basic else {})
-                return tunnel, target
-            return HTTPConnection(
-                via.hostname, via.port or 80, timeout=self._timeout_s
-            ), f"http://{place.netloc.rpartition('@')[2]}{target}"
-        if place.scheme == "https":
-            return HTTPSConnection(host, port, timeout=self._timeout_s, context=ssl.create_default_context()), target
-        return HTTPConnection(host, port, timeout=self._timeout_s), target
+                connection = HTTPSConnection(host, port, timeout=timeout_s, context=_trusted())
+            else:
+                connection = HTTPConnection(host, port, timeout=timeout_s)
+        else:
+            login = _authorization(via)
+            told = {"Proxy-Authorization": login} if login else {}
+            if place.scheme == "https":
+                connection = HTTPSConnection(via.hostname, via.port or 80, timeout=timeout_s, context=_trusted())
+                connection.set_tunnel(host, port, told)
+            else:
+                connection = HTTPConnection(via.hostname, via.port or 80, timeout=timeout_s)
+                target, headers = f"http://{place.netloc.rpartition('@')[2]}{target}", {**headers, **told}
+        connection.response_class = cast("type[HTTPResponse]", partial(_Answer, self._wait))
+        connection.connect()
+        connection.sock.settimeout(TURN_S)
+        return connection, target, headers
 
     @staticmethod
     def _send(connection: HTTPConnection, target: str, headers: dict[str, str]) -> HTTPResponse:
@@ -248,16 +360,85 @@ class HttpSource:
         return connection.getresponse()
 
 
+class _Unzip:
+    """A gzip body undone, however many gzip members it has."""
+
+    def __init__(self) -> None:
+        self._inflater = zlib.decompressobj(31)
+        self._held = b""
+
+    def read(self, most: int, more: Callable[[], bytes]) -> bytes:
+        """The next bytes, at most `most`; none at the end. `more` gives bytes of the body.
+
+        Raises:
+            Fault: the body is no gzip, or ends within it.
+        """
+        while True:
+            if not self._held:
+                self._held = more()
+                if not self._held:
+                    if self._inflater.eof:
+                        return b""
+                    raise Fault("the gzip body ended early")
+            if self._inflater.eof:
+                self._inflater = zlib.decompressobj(31)
+            try:
+                data = self._inflater.decompress(self._held, most)
+            except zlib.error as error:
+                raise Fault(f"the body is no gzip: {error}") from None
+            self._held = self._inflater.unused_data or self._inflater.unconsumed_tail
+            if data:
+                return data
+
+
+def _moved(place: SplitResult, target: str) -> SplitResult:
+    """Where a redirect leads.
+
+    Raises:
+        Fault: not to http or https, or from https to http.
+    """
+    try:
+        moved = urlsplit(urljoin(place.geturl(), target))
+        known = bool(moved.hostname) and moved.port != 0
+    except ValueError:
+        moved, known = urlsplit(""), False
+    if moved.scheme not in ("http", "https") or not known or (place.scheme == "https" and moved.scheme == "http"):
+        shown = public_url(moved.geturl())
+        raise Fault(
+            f"it redirects to {shown!r}; only http and https are followed, never from https to http", kind="refused", permanent=True
+        )
+    return moved
+
+
+@lru_cache(maxsize=8)
+def _context(bundles: tuple[str | None, ...]) -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    for bundle in bundles[2:]:
+        if bundle and os.path.exists(bundle):
+            context.load_verify_locations(**{"capath" if os.path.isdir(bundle) else "cafile": bundle})
+    return context
+
+
+def _trusted() -> ssl.SSLContext:
+    """Whom to trust: the system's authorities, or those that the usual environment variables name."""
+    return _context(tuple(os.environ.get(name) for name in ("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")))
+
+
+def _number(text: str | None) -> int | None:
+    """A header's number, None where it has none."""
+    digits = (text or "").strip()
+    return int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 19 else None
+
+
 def _total(content_range: str | None) -> int | None:
     """The object's size in a Content-Range, None where it does not say."""
-    digits = (content_range or "").rpartition("/")[2].strip()
-    return int(digits) if digits.isdigit() else None
+    return _number((content_range or "").rpartition("/")[2])
 
 
 def _first(content_range: str | None) -> int:
     """The first byte of a Content-Range, -1 where it does not say."""
-    digits = (content_range or "").strip().removeprefix("bytes").strip(" =:").partition("-")[0]
-    return int(digits) if digits.isdigit() else -1
+    first = _number((content_range or "").strip().removeprefix("bytes").strip(" =:").partition("-")[0])
+    return -1 if first is None else first
 
 
 def _authorization(place: SplitResult) -> str | None:

@@ -43,6 +43,9 @@ COUNTS = (
 NUM_COUNTS = 16
 
 
+LATE_INTERACTION_FIELDS = ("max_query_span", "max_query_tokens_per_device", "max_documents_per_device", "max_document_tokens_per_device")
+
+
 class LateInteractionCapacities(Protocol):
     """What the packer reads of a late-interaction configuration; a zero is derived from the shape."""
 
@@ -82,24 +85,27 @@ class Capacities:
         """The capacities of a resolved shape.
 
         Raises:
-            ValueError: `max_edges` is out of range.
+            ValueError: `max_edges` or a field of `late_interaction` is out of range.
         """
-        require_count("Packer", "max_edges", max_edges, 0, 2**31 - 1)
+        max_edges = require_count("Packer", "max_edges", max_edges, 0, 2**31 - 1)
         segments = shape.max_segments_per_device
         bags = shape.max_bags_per_device or segments
         edges = max_edges or EDGES_PER_SEGMENT * segments
         if late_interaction is None:
             return cls(positions=shape.positions, segments=segments, bags=bags, edges=edges)
-        span = late_interaction.max_query_span or 64
+        span, query_tokens, documents, document_tokens = [
+            require_count("late_interaction", name, getattr(late_interaction, name)) for name in LATE_INTERACTION_FIELDS
+        ]
+        span = span or 64
         return cls(
             positions=shape.positions,
             segments=segments,
             bags=bags,
             edges=edges,
             query_span=span,
-            query_tokens=late_interaction.max_query_tokens_per_device or span * segments,
-            documents=late_interaction.max_documents_per_device or segments,
-            document_tokens=late_interaction.max_document_tokens_per_device or shape.positions,
+            query_tokens=query_tokens or span * segments,
+            documents=documents or segments,
+            document_tokens=document_tokens or shape.positions,
         )
 
     @property

@@ -5,81 +5,40 @@
 
 A shard appears whole or not at all, and the index names it only then: whatever kills a writer, the index and its
 shards agree. Shards are plain tars, so they are read over the network, with retries, like any other shard.
+
+Several writers fill one folder as its parts, each with shards and an index of its own (`batches-003-000000.tar`,
+`part-003.json`); `join_parts` makes the index of all of them.
 """
 
-import json
-import logging
 import os
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from hashlib import blake2b
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Any, Literal, Protocol, Self
+from typing import IO, Self
 
 from treadle.pipeline.batch import PackedBatch
-from treadle.pipeline.batch_file import batch_from_bytes, batch_parts, parsed_shape, shape_table
-from treadle.pipeline.packed_folder import open_folder
-from treadle.pipeline.storage import StorageError, open_stream, public_url
+from treadle.pipeline.batch_file import batch_parts
+from treadle.pipeline.layout import Capacities
+from treadle.pipeline.packed_folder import ShardFolder, open_folder, release
+from treadle.pipeline.packed_index import (
+    BLOCK_BYTES,
+    INDEX_NAME,
+    MAX_PARTS,
+    PackedIndex,
+    PackedShard,
+    header_check,
+    index_name,
+    joined,
+    state_digest,
+    tar_header,
+)
+from treadle.pipeline.packed_reader import PackedReader
+from treadle.pipeline.storage import public_url
 from treadle.pipeline.tar import MAX_MEMBER_BYTES
 from treadle.pipeline.tensor_file import PackedError
-
-if TYPE_CHECKING:
-    from treadle.pipeline.state import StreamState
-
-logger = logging.getLogger(__name__)
-
-FORMAT_NAME = "treadle.packed_shards"
-FORMAT_VERSION = 1
-INDEX_NAME = "index.json"
-
-MAX_INDEX_BYTES = 1 << 28
-"""Largest index that is read: about a million batches."""
-
-_BLOCK_BYTES = 512
-_SUFFIX = "safetensors"
-
-
-class Records(Protocol):
-    """Where a reader tells what it skipped."""
-
-    def record(self, *, url: str, key: str, member: str, offset: int, kind: str, reason: str) -> None:
-        """Counts and logs one thing that was skipped."""
-
-
-@dataclass(frozen=True, slots=True)
-class PackedPosition:
-    """A position in a sequence of packed shards: what comes next."""
-
-    shard: int
-    batch: int
-    """Batches of that shard that were handed out."""
-    offset: int
-    """Byte of the shard where the next one begins."""
-
-
-def _tar_header(name: str, size: int) -> bytes:
-    """A ustar header: the same bytes on every machine and every day."""
-    fields = [
-        name.encode().ljust(100, b"\0"),
-        b"0000644\0",
-        b"0000000\0",
-        b"0000000\0",
-        f"{size:011o}\0".encode(),
-        b"00000000000\0",
-        b" " * 8,
-        b"0",
-        bytes(100),
-        b"ustar\x0000",
-    ]
-    header = bytearray(b"".join(fields).ljust(_BLOCK_BYTES, b"\0"))
-    header[148:156] = f"{sum(header):06o}\0 ".encode()
-    return bytes(header)
-
-
-def state_digest(state: "StreamState") -> str:
-    """What an index knows a stream state by."""
-    return blake2b(state.to_bytes(), digest_size=16).hexdigest()
+from treadle.shape import BatchShape
 
 
 class PackedWriter:
@@ -88,89 +47,167 @@ class PackedWriter:
     Closing finishes the last shard; leaving a `with` by an error drops the shard that was open, never one that is whole.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], *, batches_per_shard: int = 64, append: bool = False) -> None:
+    def __init__(
+        self, folder: str | os.PathLike[str], *, batches_per_shard: int = 64, append: bool = False, part: int = 0, parts: int = 1
+    ) -> None:
         """
         Args:
             folder: where the shards go: a path, made if it is not there, or an object store's URL.
             batches_per_shard: batches of one shard.
             append: go on after the shards that the folder's index names.
+            part: which of `parts` this writer fills.
+            parts: writers that fill the folder; `join_parts` makes their common index in the end.
 
         Raises:
-            ValueError: `batches_per_shard` is not positive, or the folder holds shards and `append` is False.
+            ValueError: an argument is out of range, the folder holds shards and `append` is False, or another process writes this part.
             PackedError: the index to go on from is malformed.
         """
         if batches_per_shard < 1:
             raise ValueError(f"PackedWriter.batches_per_shard is {batches_per_shard}: it must be at least 1")
+        if not 1 <= parts <= MAX_PARTS or not 0 <= part < parts:
+            raise ValueError(
+                f"PackedWriter.part is {part} of {parts}: parts must lie between 1 and {MAX_PARTS}, part between 0 and parts - 1"
+            )
         self.batches_per_shard = batches_per_shard
+        self.part, self.parts = part, parts
+        self._where = public_url(os.fspath(folder))
         self._folder = open_folder(folder)
-        self._table: dict[str, Any] | None = None
-        self._shards: list[dict[str, Any]] = []
-        index = self._folder.read(INDEX_NAME)
-        if index is not None:
-            if not append:
-                raise ValueError(
-                    f"{public_url(os.fspath(folder))} holds an {INDEX_NAME}: give another folder, or append=True to go on after its shards"
-                )
-            found = read_index(index)
-            self._table, self._shards = {"shape": found["shape"], "capacities": found["capacities"]}, found["shards"]
+        self._lock = self._folder.claim(part)
+        self._closed = False
         self._file: IO[bytes] | None = None
         self._temporary = ""
-        self._open: dict[str, Any] = {}
+        self._open = PackedShard(name="", part=part)
+        try:
+            self._index = self._found(append)
+        except BaseException:
+            release(self._lock)
+            raise
+
+    def _found(self, append: bool) -> PackedIndex | None:
+        """What is there to go on from."""
+        name = index_name(self.part, self.parts)
+        found = self._folder.read(name)
+        if found is None and name != INDEX_NAME:
+            whole = self._folder.read(INDEX_NAME)
+            if whole is not None:
+                raise ValueError(f"{self._where} holds {INDEX_NAME}, of {PackedIndex.from_bytes(whole).parts} parts: give another folder")
+        if found is None:
+            return None
+        if not append:
+            raise ValueError(f"{self._where} holds {name}: give another folder, or append=True to go on after its shards")
+        index = PackedIndex.from_bytes(found)
+        if index.parts != self.parts:
+            raise ValueError(f"{self._where} was packed in {index.parts} parts, not {self.parts}: give as many, or another folder")
+        return index
+
+    @property
+    def index(self) -> PackedIndex | None:
+        """What finished shards hold: what a reader sees now; None before the first one."""
+        return self._index
 
     @property
     def batches(self) -> int:
-        """Batches in finished shards: what a reader sees now."""
-        return sum(int(shard["batches"]) for shard in self._shards)
+        """Batches in finished shards."""
+        return self._index.batches if self._index is not None else 0
+
+    def expect(self, shape: BatchShape, capacities: Capacities, made_of: str = "") -> None:
+        """Says what batches will come, so that a part of none has an index, too.
+
+        Args:
+            shape: theirs, resolved.
+            capacities: theirs.
+            made_of: what the index says that they are made of.
+
+        Raises:
+            ValueError: the folder's batches have others.
+        """
+        if self._index is None:
+            self._index = PackedIndex(shape=shape, capacities=capacities, parts=self.parts, made_of=made_of, shards=())
+            if self.parts > 1:
+                # Tells readers that this folder is being packed, and by how many.
+                self._folder.write(index_name(self.part, self.parts), self._index.to_bytes())
+        elif (shape, capacities) != (self._index.shape, self._index.capacities):
+            raise ValueError(
+                f"this batch has shape and capacities {shape}, {capacities}: the batches of {self._where} have {self._index.shape}, "
+                f"{self._index.capacities}; write it elsewhere"
+            )
 
     def write(self, batch: PackedBatch) -> None:
         """Adds one batch.
 
         Raises:
-            ValueError: its shape or capacities differ from the first batch's.
+            ValueError: its shape or capacities differ from the first batch's, it is larger than a shard's reader takes, or the writer is
+                closed.
+            OSError: the folder or the disk refused it. The shard that was open is dropped and the writer closed; whole shards stay.
         """
-        table = json.loads(json.dumps(shape_table(batch.shape, batch.capacities)))
-        if self._table is None:
-            self._table = table
-        elif table != self._table:
-            raise ValueError(f"this batch has shape and capacities {table}: the folder's batches have {self._table}; write it elsewhere")
-        if self._file is None:
-            self._file, self._temporary = self._folder.begin()
-            self._open = {"batches": 0, "segments": 0, "bags": 0, "tokens": 0, "dropped": 0, "fill": {}, "states": []}
+        if self._closed:
+            raise ValueError(f"this writer of {self._where} is closed: make another with append=True to go on")
+        self.expect(batch.shape, batch.capacities)
+        assert self._index is not None
         parts = batch_parts(batch)
         size = sum(len(part) for part in parts)
         if size > MAX_MEMBER_BYTES:
             raise ValueError(f"this batch takes {size} bytes: a shard's reader takes at most {MAX_MEMBER_BYTES} a batch; use fewer rows")
-        for part in (_tar_header(f"{self._open['batches']:08d}.{_SUFFIX}", size), *parts, bytes(-size % _BLOCK_BYTES)):
+        try:
+            self._add(batch, parts, size, len(self._index.shards))
+        except BaseException:
+            # Part of a batch may be written: nothing must follow it.
+            self._drop_open()
+            raise
+
+    def _add(self, batch: PackedBatch, parts: Sequence[bytes | memoryview], size: int, number: int) -> None:
+        shard = self._open
+        if self._file is None:
+            self._file, self._temporary = self._folder.begin(self.part)
+            self._open = shard = PackedShard(name=self._name(number), part=self.part)
+        for part in (tar_header(shard.batches, size), *parts, bytes(-size % BLOCK_BYTES)):
             self._file.write(part)
-        summary = self._open
         for name, value in batch.fill.items():
-            mean = summary["fill"].get(name, 0.0)
-            summary["fill"][name] = mean + (value - mean) / (summary["batches"] + 1)
-        summary["batches"] += 1
-        for name in ("segments", "bags", "tokens", "dropped"):
-            summary[name] += getattr(batch, name)
-        summary["states"].append(None if batch.state is None else state_digest(batch.state))
-        if summary["batches"] >= self.batches_per_shard:
+            mean = shard.fill.get(name, 0.0)
+            shard.fill[name] = mean + (value - mean) / (shard.batches + 1)
+        shard.batches += 1
+        shard.segments += batch.segments
+        shard.bags += batch.bags
+        shard.tokens += batch.tokens
+        shard.dropped += batch.dropped
+        shard.sizes.append(size)
+        shard.checks.append(header_check(parts[0]))
+        shard.states.append(None if batch.state is None else state_digest(batch.state))
+        if shard.batches >= self.batches_per_shard:
             self._finish_shard()
 
-    def _finish_shard(self) -> None:
-        if self._file is None:
-            return
-        self._file.write(bytes(2 * _BLOCK_BYTES))
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        size = self._file.tell()
-        self._file.close()
-        self._file = None
-        name = f"batches-{len(self._shards):06d}.tar"
-        self._folder.publish(self._temporary, name)
-        self._shards.append({"name": name, "bytes": size, **self._open})
-        table = {"format": FORMAT_NAME, "version": FORMAT_VERSION, **(self._table or {}), "shards": self._shards}
-        self._folder.write(INDEX_NAME, json.dumps(table, indent=1).encode())
+    def _name(self, number: int) -> str:
+        return f"batches-{number:06d}.tar" if self.parts == 1 else f"batches-{self.part:03d}-{number:06d}.tar"
 
-    def close(self) -> None:
-        """Finishes the shard that is open."""
-        self._finish_shard()
+    def _finish_shard(self, *, complete: bool = False) -> None:
+        index, file, shard = self._index, self._file, self._open
+        if index is None:
+            return
+        shards = index.shards
+        if file is not None:
+            file.write(bytes(2 * BLOCK_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+            shard.bytes = file.tell()
+            self._folder.publish(self._temporary, shard.name)
+            # Closed after it has its name: the lock on it keeps others from taking it for abandoned.
+            file.close()
+            self._file = None
+            shards = [*shards, shard]
+        elif index.complete == complete:
+            return
+        self._index = replace(index, shards=shards, complete=complete)
+        self._folder.write(index_name(self.part, self.parts), self._index.to_bytes())
+
+    def close(self, *, complete: bool = True) -> None:
+        """Finishes the shard that is open; `complete` says that no batch will follow. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._finish_shard(complete=complete)
+        finally:
+            self._drop_open()
 
     def __enter__(self) -> Self:
         return self
@@ -178,219 +215,51 @@ class PackedWriter:
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         if kind is None:
             self.close()
-        elif self._file is not None:
-            self._file.close()
-            self._file = None
-            os.unlink(self._temporary)
+            return
+        self._drop_open()
 
-
-def read_index(data: bytes) -> dict[str, Any]:
-    """A folder's index, checked.
-
-    Raises:
-        PackedError: it is malformed, or of another format version.
-    """
-    if len(data) > MAX_INDEX_BYTES:
-        raise PackedError("too_large", f"the index has {len(data)} bytes: at most {MAX_INDEX_BYTES} are read")
-    try:
-        table = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise PackedError("corrupt", f"the index is no JSON: {error}") from error
-    if not isinstance(table, dict) or table.get("format") != FORMAT_NAME:
-        raise PackedError("corrupt", f"this is no index of {FORMAT_NAME}")
-    if table.get("version") != FORMAT_VERSION:
-        raise PackedError("version", f"index version {table.get('version')!r}: this reads version {FORMAT_VERSION}")
-    parsed_shape(table)
-    shards = table.get("shards")
-    if not isinstance(shards, list):
-        raise PackedError("corrupt", "the index lists no shards")
-    for shard in shards:
-        name = shard.get("name") if isinstance(shard, dict) else None
-        if not isinstance(name, str) or "/" in name or "\\" in name or name.startswith("."):
-            raise PackedError("corrupt", f"a shard's name is {name!r}: it must be a file beside the index")
-        batches, states = shard.get("batches"), shard.get("states")
-        if type(batches) is not int or batches < 0 or not isinstance(states, list) or len(states) != batches:
-            raise PackedError("corrupt", f"{name}: the index counts {batches!r} batches and names other states")
-    return table
-
-
-class PackedReader:
-    """Iterates the packed batches of shards, in order, each with its stream state.
-
-    It goes on from `position`, or from the state of the last batch that a trainer consumed. Of several ranks, rank r
-    of W reads the batches whose number is r modulo W, and skips the others' bytes.
-    """
-
-    def __init__(
-        self,
-        urls: str | os.PathLike[str] | Sequence[str],
-        *,
-        rank: int = 0,
-        world_size: int = 1,
-        on_error: Literal["raise", "quarantine"] = "raise",
-        quarantine: Records | None = None,
-    ) -> None:
-        """
-        Args:
-            rank: this process among those that share the batches.
-            world_size: how many share them; more than one needs an index.
-            urls: a folder with an index (a path or a URL), or shards: a pattern or a list of URLs.
-            on_error: "quarantine" skips a damaged batch, or the rest of a damaged shard, and counts it.
-            quarantine: also told what was skipped.
-
-        Raises:
-            ValueError: an argument is none of its values, or the folder has no index.
-            PackedError: the index is malformed.
-        """
-        if on_error not in ("raise", "quarantine"):
-            raise ValueError(f'PackedReader.on_error is {on_error!r}: it must be "raise" or "quarantine"')
-        if not 0 <= rank < world_size:
-            raise ValueError(f"PackedReader.rank is {rank}: it must lie between 0 and world_size - 1, {world_size - 1}")
-        self.rank, self.world_size = rank, world_size
-        self.on_error = on_error
-        self.quarantine = quarantine
-        self.counts: Counter[str] = Counter()
-        """What was skipped, by kind."""
-        self.index: dict[str, Any] | None = None
-        self.shards = self._shards_of(urls)
-        """URLs of the shards, in order."""
-        if world_size > 1 and self.index is None:
-            raise ValueError(f"PackedReader.world_size is {world_size}: shards without an index cannot be shared; give their folder")
-        self.position = PackedPosition(0, 0, 0)
-        """What the next iteration begins with."""
-        self.state: StreamState | None = None
-        """The stream state of the last batch handed out."""
-
-    def _shards_of(self, urls: str | os.PathLike[str] | Sequence[str]) -> list[str]:
-        if isinstance(urls, str | os.PathLike):
-            base = os.fspath(urls)
-            folder = base.removesuffix(INDEX_NAME).rstrip("/") or "/"
-            if base.endswith(INDEX_NAME) or os.path.isdir(base) or ("://" in base and not base.endswith((".tar", "}")) and "*" not in base):
-                self.index = _index_of(folder)
-                return [f"{folder}/{shard['name']}" for shard in self.index["shards"]]
-            urls = base
-        from treadle.pipeline.sources import expand_urls
-
-        return list(expand_urls(urls))
-
-    def __len__(self) -> int:
-        """Batches in all shards, of all ranks.
-
-        Raises:
-            TypeError: there is no index that counts them.
-        """
-        if self.index is None:
-            raise TypeError("these shards were given without an index: their batches are not counted")
-        return sum(int(shard["batches"]) for shard in self.index["shards"])
-
-    def load_position(self, position: PackedPosition) -> None:
-        """Goes on from a position that `position` held.
-
-        Raises:
-            ValueError: it lies outside these shards.
-        """
-        if not 0 <= position.shard <= len(self.shards) or position.batch < 0 or position.offset < 0:
-            raise ValueError(f"{position} lies outside these {len(self.shards)} shards")
-        self.position = position
-
-    def load_state(self, state: "StreamState") -> None:
-        """Goes on after the batch that carries `state`.
-
-        Raises:
-            ValueError: no batch of the index carries it.
-        """
-        wanted = state_digest(state)
-        for number, shard in enumerate(self.index["shards"] if self.index else ()):
-            if wanted in shard["states"]:
-                self.position = PackedPosition(number, shard["states"].index(wanted) + 1, -1)
-                self.state = state
-                return
-        raise ValueError("no batch of these packed shards carries this stream state: it belongs to other data, or there is no index")
-
-    def __iter__(self) -> Iterator[PackedBatch]:
-        while self.position.shard < len(self.shards):
-            number = self.position.shard
-            try:
-                yield from self._batches(number)
-            except PackedError as error:
-                self._skip(self.shards[number], "", 0, error.kind, error.detail, error)
-            self.position = PackedPosition(number + 1, 0, 0)
-
-    def _batches(self, number: int) -> Iterator[PackedBatch]:
-        from treadle.pipeline.shards import Shard, ShardError
-
-        url, start, offset = self.shards[number], self.position.batch, self.position.offset
-        # A position found by its state knows no byte: reading starts at the shard's, the batches before it are passed over.
-        first = 0 if offset < 0 else start
-        shards = self.index["shards"] if self.index else []
-        part = (self.rank - sum(int(shard["batches"]) for shard in shards[:number])) % self.world_size
-        seen = 0
+    def _drop_open(self) -> None:
+        """Closes the writer, and removes the shard that is not whole."""
+        self._closed = True
+        file, self._file = self._file, None
         try:
-            for sample in Shard(url).samples(part=part, parts=self.world_size, index=first, offset=max(0, offset)):
-                if sample.index < start:
-                    continue
-                seen += 1
-                self.position = PackedPosition(number, sample.index + 1, sample.end)
-                try:
-                    batch = self._batch(sample)
-                except PackedError as error:
-                    self._skip(url, sample.key, sample.offset, error.kind, error.detail, error)
-                    continue
-                self.state = batch.state
-                yield batch
-        except ShardError as error:
-            kind = "truncated" if error.kind.startswith("truncated") else "corrupt"
-            raise PackedError(kind, f"{public_url(url)}: {error}") from error
-        expected = len([at for at in range(start, shards[number]["batches"]) if at % self.world_size == part]) if shards else seen
-        if seen != expected:
-            raise PackedError("truncated", f"{public_url(url)} holds {seen} more batches, its index counts {expected}")
-
-    def _batch(self, sample: Any) -> PackedBatch:
-        found = [field for field in sample.fields if field.name == _SUFFIX]
-        if len(found) != 1 or len(sample.fields) != 1:
-            raise PackedError("corrupt", f"{sample.key}: a packed shard holds one .{_SUFFIX} file per batch")
-        batch = batch_from_bytes(found[0].data)
-        if self.index is not None and parsed_shape(self.index) != (batch.shape, batch.capacities):
-            raise PackedError("mismatch", f"{sample.key}: its shape is not the index's")
-        return batch
-
-    def _skip(self, url: str, key: str, offset: int, kind: str, reason: str, error: PackedError) -> None:
-        url = public_url(url)
-        if self.on_error == "raise":
-            if not key:
-                raise error
-            raise PackedError(kind, f"{url}, batch {key}: {reason}") from error
-        logger.warning("%s: skipped %s: %s: %s", url, key or "the rest of the shard", kind, reason)
-        self.counts[kind] += 1
-        if self.quarantine is not None:
-            self.quarantine.record(url=url, key=key, member=f"{key}.{_SUFFIX}" if key else "", offset=offset, kind=kind, reason=reason)
+            if file is not None:
+                Path(self._temporary).unlink(missing_ok=True)
+                with suppress(OSError):
+                    # What it still holds back has no room: that was told, and the file is gone.
+                    file.close()
+        finally:
+            release(self._lock)
 
 
-def _index_of(folder: str) -> dict[str, Any]:
-    """The index of a folder of packed shards.
+def read_part(folder: str | os.PathLike[str], part: int, parts: int) -> PackedIndex | None:
+    """What one part's writer has finished; None where it has nothing.
 
     Raises:
-        ValueError: it has none.
-        PackedError: it is malformed, or of another format version.
+        PackedError: its index is malformed.
     """
-    where = public_url(folder)
-    try:
-        return read_index(_read_all(f"{folder}/{INDEX_NAME}", MAX_INDEX_BYTES))
-    except PackedError as error:
-        raise PackedError(error.kind, f"{where}/{INDEX_NAME}: {error.detail}") from error
-    except StorageError as error:
-        if error.kind != "not_found":
-            raise
-        raise ValueError(f"{where!r} holds no {INDEX_NAME}: give a folder that PackedWriter closed, or its shards as a pattern") from error
+    found = open_folder(folder).read(index_name(part, parts))
+    return None if found is None else PackedIndex.from_bytes(found)
 
 
-def _read_all(url: str, most: int) -> bytes:
-    pieces: list[bytes] = []
-    size = 0
-    with open_stream(url) as stream:
-        while piece := stream.read(1 << 20):
-            size += len(piece)
-            if size > most:
-                raise PackedError("too_large", f"the index has more than {most} bytes")
-            pieces.append(piece)
-    return b"".join(pieces)
+def join_parts(folder: str | os.PathLike[str], parts: int) -> PackedIndex:
+    """Writes the index of a folder whose parts are all complete.
+
+    Raises:
+        ValueError: one is not.
+        PackedError: an index is malformed, or the parts are of different shapes.
+    """
+    files: ShardFolder = open_folder(folder)
+    found: list[PackedIndex] = []
+    for part in range(parts):
+        data = files.read(index_name(part, parts))
+        index = None if data is None else PackedIndex.from_bytes(data)
+        if index is None or not index.complete:
+            raise ValueError(f"{public_url(os.fspath(folder))}: part {part} of {parts} is not complete: finish its writer first")
+        found.append(index)
+    whole = joined(found)
+    files.write(INDEX_NAME, whole.to_bytes())
+    return whole
+
+
+__all__ = ["PackedError", "PackedReader", "PackedWriter", "join_parts", "read_part"]

@@ -1,12 +1,15 @@
 """The folder that packed shards are written to: on this machine, or in an object store."""
 
+import fcntl
 import os
 import tempfile
+from hashlib import blake2b
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 from treadle.pipeline.batch_file import write_whole
 from treadle.pipeline.storage import local_path, public_url, scheme_of
+from treadle.pipeline.whole_file import sync_folder
 
 
 class ShardFolder(Protocol):
@@ -20,12 +23,20 @@ class ShardFolder(Protocol):
         """Replaces a small file."""
         ...
 
-    def begin(self) -> "tuple[IO[bytes], str]":
-        """A file to fill, and its path on this machine."""
+    def begin(self, part: int) -> "tuple[IO[bytes], str]":
+        """A file to fill for one part, and its path on this machine. What a killed writer of that part left is removed."""
         ...
 
     def publish(self, temporary: str, name: str) -> None:
-        """Gives a filled, synced and closed file its name."""
+        """Gives a filled and synced file its name, for good."""
+        ...
+
+    def claim(self, part: int) -> "IO[bytes] | None":
+        """A lock on one part, held until it is closed; None where the place has no locks.
+
+        Raises:
+            ValueError: a living writer holds it.
+        """
         ...
 
 
@@ -62,15 +73,26 @@ class LocalFolder:
         """Replaces a small file."""
         write_whole(self.path / name, [data])
 
-    def begin(self) -> tuple[IO[bytes], str]:
+    def begin(self, part: int) -> tuple[IO[bytes], str]:
         """A hidden file of the folder itself, so that publishing it is one rename."""
-        descriptor, temporary = tempfile.mkstemp(prefix=".batches-", suffix=".tmp", dir=self.path)
-        return os.fdopen(descriptor, "wb"), temporary
+        return _locked_file(self.path, f".batches-{part:03d}-")
 
     def publish(self, temporary: str, name: str) -> None:
-        """Gives a filled, synced and closed file its name."""
+        """Gives a filled and synced file its name, for good."""
         os.chmod(temporary, 0o644)
         os.replace(temporary, self.path / name)
+        # The index that names it is written next: it must not survive a power cut that its shard does not.
+        sync_folder(self.path)
+
+    def claim(self, part: int) -> IO[bytes] | None:
+        """A lock on one part."""
+        path = self.path / f".writer-{part:03d}.lock"
+        file = open(path, "ab")
+        # The holder removes the file when it lets go: a lock on a file that is gone is none.
+        if not (_try_lock(file) and path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())):
+            file.close()
+            raise ValueError(f"{self.path}: another process is writing into it (it holds {path.name}): wait for it, or stop it")
+        return file
 
 
 class RemoteFolder:
@@ -84,6 +106,7 @@ class RemoteFolder:
         except (ImportError, ValueError) as error:
             raise ValueError(f"{public_url(url)!r} cannot be written to: {error}") from error
         self._files, self._prefix = opened
+        self._temporary = f"treadle-batches-{blake2b(url.encode(), digest_size=6).hexdigest()}-"
 
     def _at(self, name: str) -> str:
         return f"{self._prefix}/{name}"
@@ -99,12 +122,45 @@ class RemoteFolder:
         """Replaces a small file."""
         self._files.pipe_file(self._at(name), data)
 
-    def begin(self) -> tuple[IO[bytes], str]:
+    def begin(self, part: int) -> tuple[IO[bytes], str]:
         """A file on this machine, uploaded when it is whole."""
-        descriptor, temporary = tempfile.mkstemp(prefix="treadle-batches-", suffix=".tmp")
-        return os.fdopen(descriptor, "wb"), temporary
+        return _locked_file(Path(tempfile.gettempdir()), f"{self._temporary}{part:03d}-")
 
     def publish(self, temporary: str, name: str) -> None:
-        """Uploads a filled and closed file under its name."""
+        """Uploads a filled file under its name."""
         self._files.put_file(temporary, self._at(name))
         os.unlink(temporary)
+
+    def claim(self, part: int) -> IO[bytes] | None:
+        """Object stores have no locks."""
+        return None
+
+
+def release(lock: IO[bytes] | None) -> None:
+    """Gives a part's lock back, and removes its file."""
+    if lock is not None and not lock.closed:
+        Path(lock.name).unlink(missing_ok=True)
+        lock.close()
+
+
+def _locked_file(folder: Path, prefix: str) -> tuple[IO[bytes], str]:
+    """A new temporary file that is locked while it is open; those of killed writers, which nobody locks, are removed."""
+    for abandoned in folder.glob(f"{prefix}*.tmp"):
+        try:
+            with open(abandoned, "rb") as found:
+                if _try_lock(found):
+                    abandoned.unlink(missing_ok=True)
+        except OSError:
+            continue
+    descriptor, temporary = tempfile.mkstemp(prefix=prefix, suffix=".tmp", dir=folder)
+    file = os.fdopen(descriptor, "wb")
+    _try_lock(file)
+    return file, temporary
+
+
+def _try_lock(file: IO[bytes]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -15,8 +15,8 @@ from treadle.decoders import DecodeOptions
 from treadle.pipeline.bag import (
     NO_RELATIONS,
     DecodedBag,
+    LateBag,
     OnError,
-    RelationColumns,
     assemble_bag,
     decode_bag,
     decode_items,
@@ -25,9 +25,10 @@ from treadle.pipeline.bag import (
 from treadle.pipeline.batch import PackedBatch
 from treadle.pipeline.fill import fill_batch, joined_relations, late_interaction_use
 from treadle.pipeline.items import StepItems
-from treadle.pipeline.layout import Capacities, LateInteractionCapacities
-from treadle.pipeline.pending import PendingBag, Placed, pack_demand
-from treadle.pipeline.placement import Placement
+from treadle.pipeline.layout import Capacities, LateInteractionCapacities, batch_layout
+from treadle.pipeline.pending import FIELD_BITS, PendingBag, Placed, pack_demand
+from treadle.pipeline.placement import Placement, waiting_bags
+from treadle.pipeline.recycle import Recycler
 from treadle.shape import BatchShape, require_count
 
 MAX_WINDOW = 1024
@@ -61,14 +62,16 @@ class Packer:
         Raises:
             ValueError: a field is out of range.
         """
-        require_count("Packer", "window", window, 1, MAX_WINDOW)
-        self.shape = shape.resolved()
+        window = require_count("Packer", "window", window, 1, MAX_WINDOW)
+        self._given, self.shape = shape, shape.resolved()
         self.window = window
         self.seed = seed
         self.options = options or DecodeOptions()
         self.capacities = Capacities.of(self.shape, max_edges, late_interaction)
         self._placement = self._new_placement(window)
-        self._bags: dict[int, tuple[object, DecodedBag]] = {}
+        self._layout = batch_layout(self.shape, self.capacities.edges)
+        self._recycler = Recycler(self._layout)
+        self._late = 0
         self._dropped = 0
         self._dropped_edges = 0
         self._without_ids: bool | None = None
@@ -76,11 +79,9 @@ class Packer:
     def _new_placement(self, window: int) -> Placement:
         return Placement(self.shape.max_rows_per_device, self.shape.max_columns_per_row, self.capacities, window)
 
-    def _pending(self, bag: DecodedBag, edges: Sequence[int]) -> PendingBag:
-        if self.capacities.late_interaction:
-            late = late_interaction_use(bag, self.capacities.query_span)
-            return PendingBag(bag.lengths, pack_demand((1, len(bag.lengths), *edges, *late)))
-        return PendingBag(bag.lengths, pack_demand((1, len(bag.lengths), *edges)))
+    def _pending(self, bag: DecodedBag, edges: Sequence[int], token: object = None) -> PendingBag:
+        late = late_interaction_use(bag, self.capacities.query_span) if self.capacities.late_interaction else ()
+        return PendingBag(bag.lengths, pack_demand((1, len(bag.lengths), *edges, *late)), (token, bag))
 
     def pack(self, items: StepItems, on_error: OnError = "raise") -> PackedBatch:
         """Packs one step's items into one batch; bags that do not fit are dropped, later ones first.
@@ -112,23 +113,34 @@ class Packer:
             for edges in relations
         ]
         placement = self._new_placement(1)
-        bags: dict[int, DecodedBag] = {}
         for number, listed in enumerate(members):
             bag = assemble_bag(items, payloads, listed)
-            pending = self._pending(bag, [edges[number] for edges in edges_of_bag])
-            if placement.add(pending):
-                bags[pending.serial] = bag
-        placed = [(bags[pending.serial], pending.rows_by_item(rows)) for pending, rows in placement.take_step()]
+            placement.add(self._pending(bag, [edges[number] for edges in edges_of_bag]))
+        placed = [(pending.content[1], pending.rows_by_item(rows)) for pending, rows in placement.take_step()]
         segment_of = np.full(len(items), -1, np.int64)
         order = [item for bag, _ in placed for item in bag.items]
         segment_of[order] = np.arange(len(order))
         attract, repel, ignore = relations
         kept = attract.remapped(segment_of), repel.remapped(segment_of), ignore.remapped(segment_of)
-        batch = PackedBatch(self.shape, capacities=self.capacities)
+        batch, stale_tape = self._new_batch()
         lost = sum(len(edges.sources) for edges in relations) - sum(len(edges.sources) for edges in kept)
         left_out = sum(payload is not None for payload in payloads) > len(order)
-        fill_batch(batch, placed, kept, num_items=len(items), dropped=len(items) - len(order), dropped_edges=lost, left_out=left_out)
+        fill_batch(
+            batch,
+            placed,
+            kept,
+            num_items=len(items),
+            dropped=len(items) - len(order),
+            dropped_edges=lost,
+            left_out=left_out,
+            stale_tape=stale_tape,
+        )
         return batch
+
+    def _new_batch(self) -> tuple[PackedBatch, int]:
+        """An empty batch to fill, and how many bytes of its tape hold an earlier one's content."""
+        buffer, stale_tape = self._recycler.take()
+        return PackedBatch.over(self.shape, self.capacities, self._layout, buffer), stale_tape
 
     def add(self, bag: StepItems, on_error: OnError = "raise", token: object = None) -> bool:
         """Decodes one bag and puts it at the end of the pool; False where nothing of it could ever be packed.
@@ -145,23 +157,38 @@ class Packer:
         """Puts a decoded bag at the end of the pool, with the caller's `token`; False, and counted, where it could never fit.
 
         Raises:
-            ValueError: some bags of the pool carry ids and this one does not, or the other way round.
+            ValueError: some bags of the pool carry ids and this one does not, or the other way round; or the bag was made for
+                other slices or choices.
         """
-        if bag.lengths and self._bags and self._without_ids != (bag.ids is None):
+        if bag.made_for is not None:
+            self._check_shape(bag.made_for)
+        lengths, without_ids = bag.lengths, bag.without_ids
+        if without_ids is not self._without_ids and lengths and self._placement.pool:
             raise ValueError("ids: some pending bags carry ids and others do not: give ids to all bags, or to none")
         self._dropped += bag.dropped
         self._dropped_edges += bag.dropped_edges
-        if not bag.lengths:
+        if not lengths:
             return False
-        edges = [len(columns.sources) for columns in bag.relations] if bag.relations is not NO_RELATIONS else (0, 0, 0)
-        pending = self._pending(bag, edges)
+        if bag.relations is NO_RELATIONS and not self.capacities.late_interaction:
+            # What most texts are, and there are many of them: one bag, its segments, no edges.
+            pending = PendingBag(lengths, 1 | len(lengths) << FIELD_BITS, (token, bag))
+        else:
+            pending = self._pending(bag, [len(columns.sources) for columns in bag.relations], token)
         if not self._placement.add(pending):
-            self._dropped += len(bag)
-            self._dropped_edges += sum(edges)
+            self._dropped += len(lengths)
+            self._dropped_edges += sum([len(columns.sources) for columns in bag.relations])
             return False
-        self._bags[pending.serial] = (token, bag)
-        self._without_ids = bag.ids is None
+        self._without_ids = without_ids
         return True
+
+    def _check_shape(self, made_for: BatchShape) -> None:
+        """Refuses a bag of another shape: its payloads would be read at the wrong sizes."""
+        if made_for is self._given:
+            return
+        made, own = made_for.resolved(), self.shape
+        alike = (made.image, made.video, made.audio) == (own.image, own.video, own.audio)
+        if not alike or made.max_choices_per_item > own.max_choices_per_item:
+            raise ValueError(f"this bag was made for {made}: slices or choices of this packer's {own} differ; make both with one shape")
 
     def ready(self) -> bool:
         """Whether a window of batches waits, so that `take` fills one well."""
@@ -173,34 +200,67 @@ class Packer:
 
     def take_with_tokens(self) -> tuple[PackedBatch, list[object]]:
         """The next batch, and the tokens of its bags in the order of its bags."""
-        chosen: list[Placed] = self._placement.take()
-        taken = [self._bags.pop(pending.serial) for pending, _ in chosen]
-        placed = [(bag, pending.rows_by_item(rows)) for (_, bag), (pending, rows) in zip(taken, chosen, strict=True)]
-        relations: RelationColumns = joined_relations(placed)
-        batch = PackedBatch(self.shape, capacities=self.capacities)
-        fill_batch(batch, placed, relations, dropped=self._dropped, dropped_edges=self._dropped_edges, left_out=bool(self._bags))
+        chosen = self._placement.take()
+        if self._late:
+            chosen = self._arrived(chosen)
+        taken: list[tuple[object, DecodedBag]] = [pending.content for pending, _ in chosen]
+        placed = [
+            (bag, rows if len(rows) == 1 else pending.rows_by_item(rows)) for (_, bag), (pending, rows) in zip(taken, chosen, strict=True)
+        ]
+        batch, stale_tape = self._new_batch()
+        fill_batch(
+            batch,
+            placed,
+            joined_relations(placed),
+            dropped=self._dropped,
+            dropped_edges=self._dropped_edges,
+            left_out=bool(self._placement.pool),
+            stale_tape=stale_tape,
+        )
         self._dropped = self._dropped_edges = 0
+        for pending, _ in chosen:
+            # States that are not built yet know it still: by its token, without content.
+            pending.content = pending.content[0], None
         return batch, [token for token, _ in taken]
+
+    def _arrived(self, chosen: list[Placed]) -> list[Placed]:
+        """The bags of `chosen` with their content; one that cannot be had any more, or is not what it was, is dropped."""
+        for pending, _ in chosen:
+            if isinstance(pending.content[1], LateBag):
+                pending.content[1].begin()
+        arrived: list[Placed] = []
+        for pending, rows in chosen:
+            token, late = pending.content
+            if isinstance(late, LateBag):
+                self._late -= 1
+                bag = late.content()
+                if bag is None or sorted(bag.lengths, reverse=True) != list(pending.lengths):
+                    self._dropped += len(pending.lengths)
+                    continue
+                pending.order = sorted(range(len(rows)), key=bag.lengths.__getitem__, reverse=True)
+                pending.content = token, bag
+            arrived.append((pending, rows))
+        return arrived
 
     def flush(self) -> Iterator[PackedBatch]:
         """Batches until nothing waits: the end of a stream."""
-        while self._bags:
+        while self._placement.pool:
             yield self.take()
 
     @property
     def pending(self) -> list[tuple[object, DecodedBag]]:
         """What waits, in arrival order: the caller's token and the bag."""
-        return [self._bags[entry.serial] for entry in self._placement.pool]
+        return [entry.content for entry in self._placement.pool]
 
     @property
     def tokens(self) -> list[object]:
         """The callers' tokens of what waits, in arrival order."""
-        return [token for token, _ in self._bags.values()]
+        return [entry.content[0] for entry in self._placement.pool]
 
     @property
     def num_pending(self) -> int:
         """Bags that wait."""
-        return len(self._bags)
+        return len(self._placement.pool)
 
     @property
     def longest_delay(self) -> int:
@@ -211,13 +271,20 @@ class Packer:
         """The position of the packer in integers, without content: what `load` needs beside the pending bags."""
         return self.snapshot()()
 
+    def tokens_now(self) -> Callable[[], list[object]]:
+        """What answers the tokens of what waits at this very moment, whenever it is asked for."""
+        pool = self._placement.pool.copy()
+        return lambda: [entry.content[0] for entry in pool]
+
     def snapshot(self) -> Callable[[], dict[str, NDArray[np.int64]]]:
         """What builds the state of this very moment, whenever it is asked for: cheap where it never is."""
         placement, dropped = self._placement.snapshot(), (self._dropped, self._dropped_edges)
         return lambda: {**placement(), "dropped": np.array(dropped, np.int64)}
 
-    def load(self, state: Mapping[str, NDArray[np.int64]], bags: Sequence[DecodedBag], tokens: Sequence[object] | None = None) -> None:
-        """Goes on from `state`; `bags` are the ones that were pending then, in arrival order, decoded alike.
+    def load(
+        self, state: Mapping[str, NDArray[np.int64]], bags: Sequence[DecodedBag | LateBag], tokens: Sequence[object] | None = None
+    ) -> None:
+        """Goes on from `state`; `bags` are the ones that were pending then, in arrival order, decoded alike, or still to be.
 
         Raises:
             ValueError: the state is of another shape, or the bags are not the ones that waited.
@@ -228,10 +295,20 @@ class Packer:
         missing = sorted(set(self.state()) - set(columns))
         if missing:
             raise ValueError(f"packer state: {', '.join(missing)} missing")
+        for bag in bags:
+            if not isinstance(bag, LateBag) and bag.made_for is not None:
+                self._check_shape(bag.made_for)
         placement = self._new_placement(self.window)
-        entries = [self._pending(bag, [len(edges.sources) for edges in bag.relations]) for bag in bags]
+        contents = list(zip(tokens if tokens is not None else [None] * len(bags), bags, strict=True))
+        late = [bag for bag in bags if isinstance(bag, LateBag)]
+        known = [bag for bag in bags if not isinstance(bag, LateBag)]
+        if late:
+            entries = waiting_bags(columns, contents)
+        else:
+            edges = [[len(edges.sources) for edges in bag.relations] for bag in known]
+            entries = [self._pending(bag, count, token) for (token, _), bag, count in zip(contents, known, edges, strict=True)]
         placement.load(columns, entries)
         self._placement = placement
-        self._bags = {serial: (tokens[serial] if tokens is not None else None, bag) for serial, bag in enumerate(bags)}
-        self._without_ids = bags[0].ids is None if bags else None
+        self._late = len(late)
+        self._without_ids = known[0].without_ids if known else False if late else None
         self._dropped, self._dropped_edges = columns["dropped"].tolist()

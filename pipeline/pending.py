@@ -1,11 +1,15 @@
 """A bag that waits to be placed, in integers, and the capacities that it must fit."""
 
 from collections.abc import Sequence
+from operator import mul
+from typing import Any
 
 from treadle.pipeline.layout import Capacities
 
 FIELD_BITS = 48
 _LARGEST_DEMAND = 2 ** (FIELD_BITS - 2)
+
+_ALONE = (0,)
 
 NUM_FIELDS = 8
 """Bags, segments, attract, repel and ignore edges, query tokens, documents, document tokens."""
@@ -47,33 +51,54 @@ class Limits:
         return pack_demand([value * count for value in self._values])
 
 
+class Group:
+    """Bags that are known to fit one batch together, and by when they must be gone."""
+
+    __slots__ = ("left", "number", "opened")
+
+    def __init__(self, number: int, opened: int) -> None:
+        self.number = number
+        self.opened = opened
+        """Batches taken when its first bag arrived."""
+        self.left = 0
+        """Bags of it that wait."""
+
+
 class PendingBag:
     """A bag that waits: what it takes, and where its witness places it."""
 
-    __slots__ = ("arrival", "demand", "group", "lengths", "order", "positions", "rows", "serial", "squares")
+    __slots__ = ("arrival", "content", "demand", "group", "lengths", "longest", "order", "positions", "rows", "serial", "squares", "taken")
 
-    def __init__(self, lengths: Sequence[int], demand: int) -> None:
+    order: Sequence[int]
+    """The bag's item of each length."""
+    lengths: Sequence[int]
+    """Positions of each item, descending."""
+    group: Group
+    """Set when it is added, like the fields below."""
+    rows: list[int]
+    """Witness row of each length."""
+    arrival: int
+    """Batches taken when it arrived."""
+    serial: int
+    """Place in the order of arrival."""
+
+    def __init__(self, lengths: Sequence[int], demand: int, content: Any = None) -> None:
+        """Takes the positions of each item, at least one, what the bag takes of the other capacities (`pack_demand`), and what it stands for."""
         if len(lengths) == 1:
-            self.order: Sequence[int] = (0,)
-            self.lengths: Sequence[int] = lengths
-            self.positions = lengths[0]
-            self.squares = lengths[0] * lengths[0]
+            self.order = _ALONE
+            self.lengths = lengths
+            self.positions = self.longest = longest = lengths[0]
+            self.squares = longest * longest
         else:
-            self.order = sorted(range(len(lengths)), key=lambda place: -lengths[place])
-            """The bag's item of each length."""
-            self.lengths = [lengths[place] for place in self.order]
-            """Positions of each item, descending."""
+            self.order = order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+            self.lengths = lengths = [lengths[place] for place in order]
+            self.longest = lengths[0] if lengths else 0
             self.positions = sum(lengths)
-            self.squares = sum(length * length for length in lengths)
+            self.squares = sum(map(mul, lengths, lengths))
         self.demand = demand
-        """Bags (one), segments, attract, repel and ignore edges, then late interaction's dimensions."""
-        self.group = 0
-        self.rows: list[int] = []
-        """Witness row of each length."""
-        self.arrival = 0
-        """Batches taken when it arrived."""
-        self.serial = 0
-        """Place in the order of arrival."""
+        self.content = content
+        self.taken = False
+        """Whether it is in a batch."""
 
     def rows_by_item(self, rows: Sequence[int]) -> list[int]:
         """`rows` of the lengths, reordered to the bag's items."""

@@ -8,6 +8,9 @@ does not fit, the witness closes and a new group opens. So every group is known 
 A group opened at batch t must be gone by batch t + 2 * window - 1. Groups are due in the order of their age, one per
 batch: when any deadline leaves no slack, the oldest group is forced into this batch, if need be at its witness rows,
 which its remaining members still fit. `ready` holds once 2 * window groups wait, which keeps the deadlines feasible.
+
+Attention costs squares, and ranks wait for the slowest: selection keeps a batch's sum of squared lengths near what as
+many positions cost on average over all that arrived, within a band that narrows as the batch fills.
 """
 
 from collections import Counter
@@ -18,17 +21,17 @@ from numpy.typing import NDArray
 
 from treadle.pipeline.arrange import Arrangement
 from treadle.pipeline.layout import Capacities
-from treadle.pipeline.pending import NUM_FIELDS, Limits, PendingBag, Placed, pack_demand, unpack_demand
+from treadle.pipeline.pending import NUM_FIELDS, Group, Limits, PendingBag, Placed, pack_demand, unpack_demand
 from treadle.pipeline.rows import RowSet, exact_rows
 
 POSITION_MARGIN_PERMILLE = 4
 """Share of the positions that selection leaves to the filling of holes: a fuller selection fails more placements."""
 
 SELECTION_MISSES = 8
-"""Bags in arrival order that may be passed over before selection stops."""
+"""Bags in arrival order that may be passed over, for want of room, before selection stops."""
 
-BALANCE_FROM = (6, 10)
-"""Share of a batch from which bags are taken for balance: earlier, the batch's own mean says little."""
+BALANCE_BAND = 0.25
+"""How far the squares may stray, as a share of what the positions still to be filled cost on average."""
 
 
 class Placement:
@@ -37,54 +40,56 @@ class Placement:
     def __init__(self, num_rows: int, columns: int, capacities: Capacities, window: int) -> None:
         self.num_rows, self.columns, self.window = num_rows, columns, window
         self._limits = Limits(capacities)
+        self._guards = self._limits.guards
         self._window_demand = self._limits.times(window)
+        self._window_positions = window * num_rows * columns
         self._selectable = num_rows * columns * (1000 - POSITION_MARGIN_PERMILLE) // 1000
         self.pool: list[PendingBag] = []
         """Bags that wait, in arrival order."""
         self.batches = 0
         """Batches taken."""
-        self.second_attempts = 0
         self.witness_batches = 0
         self.longest_delay = 0
-        self._groups: dict[int, list[int]] = {}
+        self._groups: list[Group] = []
         self._group = 0
         self._serial = 0
         self._pooled_positions = 0
         self._pooled_demand = 0
         self._total_positions = 0
         self._total_squares = 0
-        self._open_witness()
+        self._open_witness(0)
 
-    def _open_witness(self) -> None:
-        self._witness = RowSet([self.columns] * self.num_rows, self.columns)
+    def _open_witness(self, number: int) -> None:
+        self._group = number
+        self._open: Group | None = None
+        self._witness = RowSet.empty(self.num_rows, self.columns)
         self._witness_room = self._limits.room
 
     def add(self, bag: PendingBag) -> bool:
         """Puts a bag at the end of the pool; False if no batch could ever hold it."""
-        guards, empty = self._limits.guards, self._limits.room
-        if not bag.lengths or bag.lengths[0] > self.columns or (empty - bag.demand) & guards != guards:
-            return False
+        guards, lengths = self._guards, bag.lengths
         room = self._witness_room - bag.demand
-        rows = self._witness.place(bag.lengths) if room & guards == guards else None
-        if rows is None:
-            alone = RowSet([self.columns] * self.num_rows, self.columns)
-            rows = alone.place(bag.lengths)
-            if rows is None:
-                rows = exact_rows(bag.lengths, self.num_rows, self.columns)
-                if rows is None:
-                    return False
-                for row, length in zip(rows, bag.lengths, strict=True):
-                    alone.occupy(row, length)
-            self._witness, room = alone, empty - bag.demand
-            self._group += 1
-        self._witness_room = room
-        bag.group, bag.rows, bag.arrival, bag.serial = self._group, rows, self.batches, self._serial
-        self._serial += 1
-        members = self._groups.get(self._group)
-        if members is None:
-            self._groups[self._group] = [1, self.batches]
+        fits = room & guards == guards and 0 < bag.longest <= self.columns
+        if fits and len(lengths) == 1:
+            row = self._witness.place_one(bag.longest)
+            rows = None if row < 0 else [row]
         else:
-            members[0] += 1
+            rows = self._witness.place(lengths) if fits else None
+        if rows is None:
+            alone = self._alone(bag)
+            if alone is None:
+                return False
+            self._open_witness(self._group + 1)
+            self._witness, rows = alone
+            room = self._limits.room - bag.demand
+        self._witness_room = room
+        group = self._open
+        if group is None or not group.left:
+            group = self._open = Group(self._group, self.batches)
+            self._groups.append(group)
+        group.left += 1
+        bag.group, bag.rows, bag.arrival, bag.serial = group, rows, self.batches, self._serial
+        self._serial += 1
         self._pooled_positions += bag.positions
         self._pooled_demand += bag.demand
         self._total_positions += bag.positions
@@ -92,21 +97,33 @@ class Placement:
         self.pool.append(bag)
         return True
 
+    def _alone(self, bag: PendingBag) -> tuple[RowSet, list[int]] | None:
+        """A batch that holds this bag alone, and its rows; None if no batch could ever hold it."""
+        if not 0 < bag.longest <= self.columns or (self._limits.room - bag.demand) & self._guards != self._guards:
+            return None
+        batch = RowSet.empty(self.num_rows, self.columns)
+        rows = batch.place(bag.lengths)
+        if rows is None:
+            rows = exact_rows(bag.lengths, self.num_rows, self.columns)
+            if rows is None:
+                return None
+            for row, length in zip(rows, bag.lengths, strict=True):
+                batch.occupy(row, length)
+        return batch, rows
+
     def ready(self) -> bool:
         """Whether the pool holds a window of batches in some dimension, or so many groups that one must go."""
-        if not self.pool:
-            return False
-        if self._pooled_positions >= self.window * self.num_rows * self.columns or len(self._groups) >= 2 * self.window:
+        if self._pooled_positions >= self._window_positions or len(self._groups) >= 2 * self.window:
             return True
-        guards = self._limits.guards
+        guards = self._guards
         return bool((self._pooled_demand + guards - self._window_demand) & guards)
 
-    def _due(self) -> int | None:
+    def _due(self) -> Group | None:
         """The oldest group, when some group's deadline leaves no slack."""
         last = 2 * self.window - 1 - self.batches
-        for age, (_, opened) in enumerate(self._groups.values()):
-            if opened + last <= age:
-                return next(iter(self._groups))
+        for age, group in enumerate(self._groups):
+            if group.opened + last <= age:
+                return self._groups[0]
         return None
 
     def take(self) -> list[Placed]:
@@ -115,27 +132,24 @@ class Placement:
             self.batches += 1
             return []
         forced = self._due()
-        placed = self._attempt(forced, first=False)
-        if placed is None:
-            self.second_attempts += 1
-            placed = self._attempt(forced, first=True)
+        placed = self._attempt(forced)
         if not placed:
             self.witness_batches += 1
-            placed = self._at_witness(next(iter(self._groups)))
-        placed.sort(key=lambda entry: entry[0].serial)
-        gone = {bag.serial for bag, _ in placed}
-        self.pool = [bag for bag in self.pool if bag.serial not in gone]
+            placed = self._at_witness(self._groups[0])
+        positions = demand = 0
         for bag, _ in placed:
-            members = self._groups[bag.group]
-            members[0] -= 1
-            if not members[0]:
-                del self._groups[bag.group]
-            self._pooled_positions -= bag.positions
-            self._pooled_demand -= bag.demand
-            self.longest_delay = max(self.longest_delay, self.batches - bag.arrival)
+            bag.taken = True
+            bag.group.left -= 1
+            positions += bag.positions
+            demand += bag.demand
+        placed.sort(key=_serial_of)
+        self._pooled_positions -= positions
+        self._pooled_demand -= demand
+        self.longest_delay = max(self.longest_delay, self.batches - placed[0][0].arrival)
+        self.pool = [bag for bag in self.pool if not bag.taken]
+        self._groups = [group for group in self._groups if group.left]
         if not self.pool:
-            self._open_witness()
-            self._group += 1
+            self._open_witness(self._group + 1)
         self.batches += 1
         return placed
 
@@ -143,81 +157,76 @@ class Placement:
         """Takes as much of the pool as one batch holds, arrival order first: one step's bags, of which the rest is dropped."""
         if not self.pool:
             return []
-        placed = in_order = self._at_witness(next(iter(self._groups)))
+        placed = in_order = self._at_witness(self._groups[0])
         if len(in_order) < len(self.pool):
-            decreasing = self._attempt(None, first=False, misses=len(self.pool), balanced=False) or []
+            decreasing = self._attempt(None, misses=len(self.pool), balanced=False) or []
             if sum(len(rows) for _, rows in decreasing) > sum(len(rows) for _, rows in in_order):
-                placed = sorted(decreasing, key=lambda entry: entry[0].serial)
+                placed = sorted(decreasing, key=_serial_of)
         gone = {bag.serial for bag, _ in placed}
         self.pool = [bag for bag in self.pool if bag.serial not in gone]
         return placed
 
-    def _select(self, forced: int | None, misses: int, balanced: bool) -> tuple[list[PendingBag], list[PendingBag]]:
+    def _select(self, forced: Group | None, misses: int, balanced: bool) -> tuple[list[PendingBag], list[PendingBag]]:
         """Bags in arrival order until a capacity would be passed, and the rest of the pool."""
-        guards, room, positions = self._limits.guards, self._limits.room, self._selectable
-        half, rows_left, columns = self.columns // 2, self.num_rows, self.columns
-        share, of = BALANCE_FROM
-        steer_below = self._selectable - self.num_rows * columns * share // of if balanced else -1
-        mean_squares, mean_positions = self._total_squares, self._total_positions
+        guards, room, left, half = self._guards, self._limits.room, self._selectable, self.columns // 2
+        rows_left, missed, astray = self.num_rows, 0, 0.0
+        # What a position costs on average over all that arrived; nothing is cheap or dear where balance is off.
+        mean = self._total_squares / self._total_positions
+        band = BALANCE_BAND * mean if balanced else float("inf")
         selected: list[PendingBag] = []
         rest: list[PendingBag] = []
-        used = squares = missed = 0
         stop = len(self.pool)
         for place, bag in enumerate(self.pool):
-            after = room - bag.demand
-            if (bag.positions <= positions or bag.group == forced) and after & guards == guards:
+            after, positions, mandatory = room - bag.demand, bag.positions, bag.group is forced
+            if (positions <= left or mandatory) and after & guards == guards:
                 # No two items over half a row share one: past the rows, such an item would only fail.
                 big = 0
-                if bag.lengths[0] > half:
+                if bag.longest > half:
                     for length in bag.lengths:
                         if length <= half:
                             break
                         big += 1
                 if big <= rows_left:
-                    if positions < steer_below and bag.group != forced:
-                        # Attention costs squares: pass over a bag that would move the batch further from the long-run mean.
-                        above = squares * mean_positions > mean_squares * used
-                        if above == (bag.squares * mean_positions > mean_squares * bag.positions):
-                            rest.append(bag)
-                            continue
+                    strays = astray + bag.squares - mean * positions
+                    limit = band * (left - positions)
+                    if not (-limit <= strays <= limit or -abs(astray) < strays < abs(astray) or mandatory):
+                        rest.append(bag)
+                        continue
+                    astray = strays
                     rows_left -= big
-                    positions -= bag.positions
-                    used += bag.positions
-                    squares += bag.squares
+                    left -= positions
                     room = after
                     selected.append(bag)
                     continue
             rest.append(bag)
             missed += 1
-            if missed > misses and bag.group != forced:
+            if missed > misses and not mandatory:
                 stop = place + 1
                 break
         rest += self.pool[stop:]
         return selected, rest
 
-    def _attempt(self, forced: int | None, *, first: bool, misses: int = SELECTION_MISSES, balanced: bool = True) -> list[Placed] | None:
-        """A batch by best fit decreasing, the forced group first if so asked; None if a forced bag finds no place."""
+    def _attempt(self, forced: Group | None, misses: int = SELECTION_MISSES, *, balanced: bool = True) -> list[Placed] | None:
+        """A batch by best fit decreasing, the forced group before the others; None if one of its bags finds no place."""
         selected, rest = self._select(forced, misses, balanced)
         batch = Arrangement(self.num_rows, self.columns, self._limits)
-        waiting = batch.add_decreasing(selected, forced if first else None) + rest
+        waiting = batch.add_decreasing(selected, forced) + rest
         if forced is not None:
             for bag in waiting:
-                if bag.group == forced and not batch.add(bag):
+                if bag.group is forced and not batch.add(bag):
                     return None
-            waiting = [bag for bag in waiting if bag.group != forced]
-        waiting.sort(key=lambda bag: bag.positions)
-        batch.fill_holes(waiting)
-        batch.exchange(waiting, forced)
+            waiting = [bag for bag in waiting if bag.group is not forced]
+        batch.complete(waiting, forced)
         return batch.placed
 
-    def _at_witness(self, forced: int) -> list[Placed]:
+    def _at_witness(self, forced: Group) -> list[Placed]:
         """The forced group at its witness rows, then whatever fits, in arrival order."""
         batch = Arrangement(self.num_rows, self.columns, self._limits)
         for bag in self.pool:
-            if bag.group == forced:
+            if bag.group is forced:
                 batch.put(bag, bag.rows)
         for bag in self.pool:
-            if bag.group != forced:
+            if bag.group is not forced:
                 batch.add(bag)
         return batch.placed
 
@@ -225,7 +234,7 @@ class Placement:
         """What builds the state of this very moment, whenever it is asked for: a bag that waits does not change any more."""
         counters = [self.batches, self._group, self._total_positions, self._total_squares, self.longest_delay]
         witness_use, witness_free = self._limits.room - self._witness_room, list(self._witness.free)
-        groups, pool = [(number, opened) for number, (_, opened) in self._groups.items()], list(self.pool)
+        groups, pool = [(group.number, group.opened) for group in self._groups], list(self.pool)
 
         def columns() -> dict[str, NDArray[np.int64]]:
             return {
@@ -234,11 +243,14 @@ class Placement:
                 "witness_free": np.array(witness_free, np.int64),
                 "group_number": np.array([number for number, _ in groups], np.int64),
                 "group_opened": np.array([opened for _, opened in groups], np.int64),
-                "bag_group": np.array([bag.group for bag in pool], np.int64),
+                "bag_group": np.array([bag.group.number for bag in pool], np.int64),
                 "bag_arrival": np.array([bag.arrival for bag in pool], np.int64),
                 "bag_items": np.array([len(bag.lengths) for bag in pool], np.int64),
                 "item_length": np.array([length for bag in pool for length in bag.lengths], np.int64),
                 "item_row": np.array([row for bag in pool for row in bag.rows], np.int64),
+                # Few bags take other than what most take: each demand once, and its number per bag.
+                "demand": np.array([unpack_demand(demand) for demand in dict.fromkeys([bag.demand for bag in pool])], np.int64).reshape(-1),
+                "bag_demand": numbered([bag.demand for bag in pool]),
             }
 
         return columns
@@ -271,24 +283,60 @@ class Placement:
             raise ValueError(f"packer state: {len(columns['bag_group'])} bags waited, {len(bags)} are given, or their item counts differ")
         if [length for bag in bags for length in bag.lengths] != columns["item_length"]:
             raise ValueError("packer state: an item's length is not what it was: the data or the decoding options changed")
-        self.batches, self._group, self._total_positions, self._total_squares, self.longest_delay = columns["counters"]
+        self.batches, number, self._total_positions, self._total_squares, self.longest_delay = columns["counters"]
+        self._open_witness(number)
         self._witness = RowSet(columns["witness_free"], self.columns)
         self._witness_room = self._limits.room - pack_demand(columns["witness_use"])
-        self._groups = {group: [0, opened] for group, opened in zip(columns["group_number"], columns["group_opened"], strict=True)}
+        self._groups = [Group(number, opened) for number, opened in zip(columns["group_number"], columns["group_opened"], strict=True)]
+        by_number = {group.number: group for group in self._groups}
+        self._open = by_number.get(self._group)
         self.pool, self._serial = list(bags), len(bags)
         self._pooled_positions = sum(bag.positions for bag in bags)
         self._pooled_demand = sum(bag.demand for bag in bags)
         first = 0
         for serial, bag in enumerate(bags):
-            bag.group, bag.arrival, bag.serial = columns["bag_group"][serial], columns["bag_arrival"][serial], serial
+            number = columns["bag_group"][serial]
+            if number not in by_number:
+                raise ValueError(f"packer state: bag {serial} is of group {number}, which the state does not know")
+            bag.group, bag.arrival, bag.serial = by_number[number], columns["bag_arrival"][serial], serial
+            bag.group.left += 1
             bag.rows = columns["item_row"][first : first + len(bag.lengths)]
             first += len(bag.lengths)
-            if bag.group not in self._groups:
-                raise ValueError(f"packer state: bag {serial} is of group {bag.group}, which the state does not know")
-            self._groups[bag.group][0] += 1
         used: Counter[tuple[int, int]] = Counter()
         for bag in bags:
             for row, length in zip(bag.rows, bag.lengths, strict=True):
-                used[bag.group, row] += length
+                used[bag.group.number, row] += length
         if any(not 0 <= row < self.num_rows or taken > self.columns for (_, row), taken in used.items()):
             raise ValueError("packer state: a group does not fit the rows that it names")
+
+
+def numbered(values: Sequence[int]) -> NDArray[np.int64]:
+    """The number of each value among the different ones, in the order in which they first occur."""
+    numbers = {value: number for number, value in enumerate(dict.fromkeys(values))}
+    return np.array([numbers[value] for value in values], np.int64)
+
+
+def waiting_bags(state: Mapping[str, NDArray[np.int64]], contents: Sequence[object]) -> list[PendingBag]:
+    """The bags that waited when `state` was taken, with their items by descending length.
+
+    Raises:
+        ValueError: its columns do not belong together.
+    """
+    items, lengths, kinds = state["bag_items"].tolist(), state["item_length"].tolist(), state["bag_demand"].tolist()
+    demands = state["demand"].tolist()
+    known = [pack_demand(demands[place : place + NUM_FIELDS]) for place in range(0, len(demands), NUM_FIELDS)]
+    whole = sum(items) == len(lengths) and len(kinds) == len(items) == len(contents) and min(items, default=1) > 0
+    if not whole or len(demands) % NUM_FIELDS or any(not 0 <= kind < len(known) for kind in kinds):
+        raise ValueError(
+            f"packer state: {len(items)} bags, {len(lengths)} items, {len(known)} demands and {len(contents)} bags given do not fit"
+        )
+    bags: list[PendingBag] = []
+    first = 0
+    for count, kind, content in zip(items, kinds, contents, strict=True):
+        bags.append(PendingBag(lengths[first : first + count], known[kind], content))
+        first += count
+    return bags
+
+
+def _serial_of(placed: Placed) -> int:
+    return placed[0].serial

@@ -12,10 +12,10 @@ from typing import NamedTuple
 from treadle.decoders import DecodeError, DecodeOptions
 from treadle.pipeline.bag import DecodedBag, decode_bag
 from treadle.pipeline.order import Held
-from treadle.pipeline.samples import SampleBag, SampleError, Schema
+from treadle.pipeline.retry import RetryPolicy
+from treadle.pipeline.samples import SampleError, Schema, modality_of
 from treadle.pipeline.shards import RawSample, ShardError
-from treadle.pipeline.storage import RetryPolicy
-from treadle.pipeline.units import read_sample
+from treadle.pipeline.units import Coming, read_sample
 from treadle.shape import BatchShape, Modality
 
 
@@ -34,17 +34,17 @@ class Fetch:
 
     place: Place
     held: Held
-    coming: Future[RawSample] | None = None
+    coming: Future[RawSample] | Coming | None = None
     """The sample, where it is already on its way."""
+    failure: ShardError | None = None
+    """Why it cannot be had."""
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
-    """A sample whose bytes are here, labelled."""
+class Read(NamedTuple):
+    """A sample whose bytes are here."""
 
-    key: str
-    offset: int
-    bag: SampleBag
+    place: Place
+    sample: RawSample
 
 
 @dataclass(slots=True)
@@ -70,6 +70,16 @@ class Outcome:
             yield error, member, offset
 
 
+def arrived(task: Read | Fetch) -> Read | Fetch:
+    """A task with what it waited for in its hands, ready to be sent to another process."""
+    if not isinstance(task, Fetch) or task.coming is None:
+        return task
+    try:
+        return Read(task.place, task.coming.result())
+    except ShardError as error:
+        return Fetch(task.place, task.held, failure=error)
+
+
 def held_bytes(outcome: Outcome) -> int:
     """What an outcome keeps in memory."""
     return sum(payload.array.nbytes for payload in outcome.bag.payloads) if outcome.bag is not None else 0
@@ -77,51 +87,60 @@ def held_bytes(outcome: Outcome) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Preparer:
-    """Labels, reads where needed, and decodes; travels to worker processes by pickle."""
+    """Reads where needed, labels and decodes; travels to worker processes by pickle."""
 
     schema: Schema
     shape: BatchShape
     options: DecodeOptions
     retry: RetryPolicy | None = None
 
-    def label(self, sample: RawSample, place: Place) -> Read | Outcome:
-        """The sample's items, or why there are none."""
-        if sample.problem is not None:
-            return Outcome(sample.key, sample.offset, failure=SampleError(*sample.problem))
-        try:
-            bag = self.schema.bag(sample, place.source, place.shard, place.sample_id, self.shape)
-        except SampleError as error:
-            return Outcome(sample.key, sample.offset, failure=error)
-        if not len(bag.items):
-            return Outcome(sample.key, sample.offset, left_out=bag.left_out)
-        return Read(sample.key, sample.offset, bag)
-
     def __call__(self, task: Read | Fetch) -> Outcome:
         """The task's outcome."""
         if isinstance(task, Fetch):
+            if task.failure is not None:
+                return Outcome(offset=task.held.offset, failure=task.failure)
             try:
                 sample = task.coming.result() if task.coming is not None else read_sample(task.place.url, task.held, self.retry)
             except ShardError as error:
                 return Outcome(offset=task.held.offset, failure=error)
-            labelled = self.label(sample, task.place)
-            if isinstance(labelled, Outcome):
-                return labelled
-            task = labelled
+        else:
+            sample = task.sample
+        place = task.place
+        if sample.problem is not None:
+            return Outcome(sample.key, sample.offset, failure=SampleError(*sample.problem))
+        try:
+            labelled = self.schema.bag(sample, place.source, place.shard, place.sample_id, self.shape)
+        except SampleError as error:
+            return Outcome(sample.key, sample.offset, failure=error)
+        if not len(labelled.items):
+            return Outcome(sample.key, sample.offset, left_out=labelled.left_out)
         failed: list[tuple[int, DecodeError]] = []
         bag = decode_bag(
-            task.bag.items, self.shape, self.options, on_error="drop", on_drop=lambda item, error: failed.append((item, error))
+            labelled.items, self.shape, self.options, on_error="drop", on_drop=lambda item, error: failed.append((item, error))
         )
-        drops = [(task.bag.members[item], task.bag.offsets[item], error) for item, error in failed]
-        return Outcome(task.key, task.offset, bag, None, drops, task.bag.left_out)
+        drops = [(labelled.members[item], labelled.offsets[item], error) for item, error in failed]
+        return Outcome(sample.key, sample.offset, bag, None, drops, labelled.left_out)
 
-    def charge_bytes(self, task: Read) -> int:
+    def is_light(self, sample: RawSample) -> bool:
+        """Whether nothing but texts has to be decoded."""
+        for field in sample.fields:
+            modality = modality_of(field.name)
+            if modality and self.shape.is_live(modality):
+                return False
+        return True
+
+    def charge_bytes(self, sample: RawSample) -> int:
         """An upper bound of what the decoded bag holds, with its content beside it: no item passes a row."""
-        items = task.bag.items
         positions = self.shape.max_columns_per_row
         total = 0
-        for item, kind in enumerate(items.modalities.tolist()):
-            size = len(items.content(item))
-            total += size + (min(size, positions) if kind == Modality.TEXT else positions * self._token_bytes(Modality(kind)))
+        for field in sample.fields:
+            size = len(field.data)
+            total += size
+            modality = modality_of(field.name)
+            if modality is Modality.TEXT:
+                total += min(size, positions)
+            elif modality is not None and self.shape.is_live(modality):
+                total += positions * self._token_bytes(modality)
         return total
 
     def _token_bytes(self, modality: Modality) -> int:

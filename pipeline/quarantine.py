@@ -5,16 +5,44 @@ import logging
 import os
 import threading
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from treadle.pipeline.storage import public_text, public_url
+from treadle.shape import require_count, settle_numbers
 
 logger = logging.getLogger(__name__)
 
 MAX_TEXT = 1000
 """Characters of a name or a reason that a line keeps: names come from the files themselves."""
+
+
+class QuarantineFullError(RuntimeError):
+    """More was left out than the budget allows: the run stops rather than train on what is left."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Budget:
+    """How much may be left out before a run stops."""
+
+    max_quarantined: int | float | None = None
+    """Most things left out: how many (an integer), or which share of the samples read (above 0, below 1); None sets no bound."""
+    quarantine_probation: int = 1000
+    """Samples read before a share is judged."""
+
+    def __post_init__(self) -> None:
+        settle_numbers(self)
+        most = self.max_quarantined
+        if isinstance(most, bool) or not (
+            most is None or (isinstance(most, int) and most >= 0) or (isinstance(most, float) and 0 < most < 1)
+        ):
+            raise ValueError(
+                f"max_quarantined is {most!r}: it must be a count (an integer, 0 or more), a share of the samples (a number between 0 and "
+                "1), or None"
+            )
+        require_count("Budget", "quarantine_probation", self.quarantine_probation, 0)
 
 
 class Quarantine:
@@ -32,6 +60,7 @@ class Quarantine:
         """The log, None where only counts are kept."""
         self.counts: Counter[str] = Counter()
         """What was skipped so far, by kind."""
+        self._distinct: set[int] = set()
         self._lock = threading.Lock()
         self._file = -1
         self._failed = False
@@ -85,6 +114,38 @@ class Quarantine:
                 self._failed = True
                 logger.error("quarantine file %s: a line could not be written (%s); further failures are not told", self.path, problem)
 
+    def check(self, budget: Budget, samples: int, *what: str) -> None:
+        """After a record of `what`, with `samples` read so far.
+
+        Raises:
+            QuarantineFullError: the budget is spent.
+        """
+        most = budget.max_quarantined
+        if isinstance(most, int):
+            with self._lock:
+                self._distinct.add(hash(what))
+            if len(self._distinct) > most:
+                raise self._full(budget, samples)
+        elif most is not None and max(samples, self.total) >= budget.quarantine_probation:
+            self.check_end(budget, samples)
+
+    def check_end(self, budget: Budget, samples: int) -> None:
+        """At the end of the data, where a share is judged whatever the probation.
+
+        Raises:
+            QuarantineFullError: the budget is spent.
+        """
+        most = budget.max_quarantined
+        # Whole shards that are left out are things without samples.
+        if isinstance(most, float) and self.total > most * max(samples, self.total):
+            raise self._full(budget, samples)
+
+    def _full(self, budget: Budget, samples: int) -> QuarantineFullError:
+        return QuarantineFullError(
+            f"stopped: {self.summary()}, after {samples} samples; max_quarantined={budget.max_quarantined} allows no more: mend the shards, "
+            "or allow more"
+        )
+
     @property
     def total(self) -> int:
         """How many things were skipped."""
@@ -117,4 +178,5 @@ class Quarantine:
     def __setstate__(self, state: tuple[Path | None]) -> None:
         (self.path,) = state
         self.counts, self._lock, self._file, self._failed = Counter(), threading.Lock(), -1, False
+        self._distinct = set()
         self._open()

@@ -13,11 +13,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from multiprocessing import get_context
 from typing import Final, Generic, TypeVar
+
+from treadle.pipeline.processes import Processes, WorkerDiedError
 
 Context = TypeVar("Context")
 Task = TypeVar("Task")
@@ -38,9 +38,11 @@ def _work_chunk(work: Callable[[Task], Result], tasks: Sequence[Task]) -> tuple[
 class _Chunk(Generic[Task, Result]):
     """Tasks that share a future."""
 
-    __slots__ = ("bytes", "charges", "future", "settled", "tasks")
+    __slots__ = ("away", "bytes", "charges", "future", "settled", "tasks")
 
-    def __init__(self) -> None:
+    def __init__(self, away: bool) -> None:
+        self.away = away
+        """Whether a process works on it."""
         self.tasks: list[Task] = []
         self.charges: list[int] = []
         self.bytes = 0
@@ -60,17 +62,21 @@ class Readahead(Generic[Context, Task, Result]):
         *,
         threads: int = 1,
         processes: int = 0,
+        processes_after_s: float = 0.0,
         limit_bytes: int = 2**28,
         measure: Callable[[Result], int] | None = None,
+        prepared: Callable[[Task], Task] | None = None,
     ) -> None:
         """
         Args:
-            work: what is done with a task; with `processes` it is a module's own function, or a partial of one, and task and
-                result travel by pickle.
+            work: what is done with a task; with `processes` it is a module's own function, or a callable object, and task and
+                result travel by pickle, arrays through shared memory.
             threads: workers, unless there are processes.
-            processes: worker processes, started by spawn; 0 works in threads.
+            processes: worker processes; 0 works in threads.
+            processes_after_s: seconds of work that threads do before processes are started, so that little work never pays for them.
             limit_bytes: charged bytes past which `room` is False.
             measure: bytes that a result really holds; takes the place of its charge as soon as it is there.
+            prepared: what is done with a task before it is sent to a process, in a thread that may wait.
         """
         if threads < 1:
             raise ValueError(f"threads is {threads}: it must be at least 1")
@@ -79,10 +85,13 @@ class Readahead(Generic[Context, Task, Result]):
         self._work = work
         self._threads = threads
         self._processes = processes
+        self._processes_after_s = processes_after_s
+        self._prepared = prepared or _as_it_is
         self._limit_bytes = limit_bytes
         self._measure = measure
         self._lock = threading.Lock()
-        self._executor: Executor | None = None
+        self._threaded: ThreadPoolExecutor | None = None
+        self._away: Processes[Task, Result] | None = None
         # The number is the task's place in its chunk, or the charge of what needed no work.
         self._queue: deque[tuple[Context, _Chunk[Task, Result] | None, int, Result | None]] = deque()
         self._open: _Chunk[Task, Result] | None = None
@@ -92,13 +101,20 @@ class Readahead(Generic[Context, Task, Result]):
         self.peak_bytes = 0
         self.waited_s = 0.0
         """Seconds that `pop` has waited for the head."""
+        self.measured_bytes = 0
+        """Bytes that results held."""
+        self._there_from = 0.0
         self.worked_s = 0.0
         """Seconds of work, over all workers, of what is done."""
 
     @property
     def workers(self) -> int:
         """Tasks that run at once."""
-        return self._processes or self._threads
+        return self._processes if self._away is not None or not self._threads_first else self._threads
+
+    @property
+    def _threads_first(self) -> bool:
+        return not self._processes or self.worked_s < self._processes_after_s
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -127,6 +143,7 @@ class Readahead(Generic[Context, Task, Result]):
             self.worked_s += worked_s
             if self._measure is not None:
                 measured = [self._measure(result) for result in results]
+                self.measured_bytes += sum(measured)
                 self.in_flight_bytes += sum(measured) - sum(chunk.charges)
                 chunk.charges = measured
 
@@ -146,7 +163,7 @@ class Readahead(Generic[Context, Task, Result]):
         self._charge(charge_bytes)
         chunk = self._open
         if chunk is None:
-            chunk = self._open = _Chunk()
+            chunk = self._open = _Chunk(self._away is not None or not self._threads_first)
         chunk.tasks.append(task)
         chunk.charges.append(charge_bytes)
         chunk.bytes += input_bytes
@@ -155,22 +172,49 @@ class Readahead(Generic[Context, Task, Result]):
             self._start(chunk)
 
     def _start(self, chunk: _Chunk[Task, Result]) -> None:
-        if self._executor is None:
-            if self._processes:
-                self._executor = ProcessPoolExecutor(self._processes, mp_context=get_context("spawn"))
-            else:
-                self._executor = ThreadPoolExecutor(self._threads, thread_name_prefix="treadle-decode")
-        try:
-            chunk.future = self._executor.submit(_work_chunk, self._work, chunk.tasks)
-        except BrokenProcessPool as error:
-            # Told when its turn comes: what was done before the processes broke is still good.
-            chunk.future = Future()
-            chunk.future.set_exception(error)
+        chunk.future = self._submitted(chunk.away, chunk.tasks)
         chunk.future.add_done_callback(partial(self._done, chunk))
         # The executor has its own reference; what has been worked on is not held twice.
         chunk.tasks = []
         if self._open is chunk:
             self._open = None
+
+    def there_s(self) -> float:
+        """Seconds that the workers were there for, all together, since the first task or the last call."""
+        now = time.perf_counter()
+        began_s, self._there_from = self._there_from, now if self._there_from else 0.0
+        return (now - began_s) * self.workers if began_s else 0.0
+
+    def _submitted(self, away: bool, tasks: Sequence[Task]) -> Future[tuple[list[Result], float]]:
+        self._there_from = self._there_from or time.perf_counter()
+        if away:
+            if self._away is None:
+                self._away = Processes(self._work, self._processes, self._prepared)
+            return self._away.submit(tasks)
+        if self._threaded is None:
+            self._threaded = ThreadPoolExecutor(self._threads, thread_name_prefix="treadle-decode")
+        return self._threaded.submit(_work_chunk, self._work, tasks)
+
+    def apart(self, task: Task) -> Future[tuple[list[Result], float]]:
+        """Begins a task that stands in no queue, and is charged nothing; `waited` has its result."""
+        if self._closed:
+            raise RuntimeError("this readahead is closed")
+        return self._submitted(self._away is not None or not self._threads_first, [task])
+
+    def waited(self, future: Future[tuple[list[Result], float]]) -> Result:
+        """The result of a task apart, once it is there.
+
+        Raises:
+            RuntimeError: a worker process ended in the middle of its work.
+            Exception: whatever `work` raised.
+        """
+        try:
+            results, worked_s = future.result()
+        except WorkerDiedError as error:
+            raise self._died() from error
+        with self._lock:
+            self.worked_s += worked_s
+        return results[0]
 
     def pop(self) -> tuple[Context, Result]:
         """The head and its result, once it is there.
@@ -191,11 +235,8 @@ class Readahead(Generic[Context, Task, Result]):
         begun = time.perf_counter()
         try:
             results, worked_s = chunk.future.result()
-        except BrokenProcessPool as error:
-            raise RuntimeError(
-                f"one of {self._processes} decode processes ended in the middle of its work (killed, or out of memory): "
-                "pass fewer processes, or processes=0 to decode in threads"
-            ) from error
+        except WorkerDiedError as error:
+            raise self._died() from error
         finally:
             self.waited_s += time.perf_counter() - begun
         self._settle(chunk, results, worked_s)
@@ -205,12 +246,25 @@ class Readahead(Generic[Context, Task, Result]):
         results[place] = None  # type: ignore[assignment]  # handed out once, and no longer held here
         return context, result
 
+    def _died(self) -> RuntimeError:
+        return RuntimeError(
+            f"one of {self._processes} decode processes ended in the middle of its work (killed, or out of memory): "
+            "pass fewer processes, or processes=0 to decode in threads"
+        )
+
     def close(self) -> None:
         """Drops what is queued and joins every worker; safe to call again."""
         self._closed = True
         self._queue.clear()
         self._open = None
         self.in_flight_bytes = 0
-        executor, self._executor = self._executor, None
-        if executor is not None:
-            executor.shutdown(wait=True, cancel_futures=True)
+        threaded, self._threaded = self._threaded, None
+        away, self._away = self._away, None
+        if away is not None:
+            away.shutdown()
+        if threaded is not None:
+            threaded.shutdown(wait=True, cancel_futures=True)
+
+
+def _as_it_is(task: Task) -> Task:
+    return task

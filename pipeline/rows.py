@@ -25,41 +25,54 @@ class RowSet:
             self._rows_of[size] = self._rows_of.get(size, 0) | 1 << row
         self._sizes = sum(1 << size for size in self._rows_of)
 
+    @classmethod
+    def empty(cls, num_rows: int, columns: int) -> "RowSet":
+        """Rows of which nothing is taken."""
+        rows = cls((), columns)
+        rows.free = [columns] * num_rows
+        rows._rows_of, rows._sizes = {columns: (1 << num_rows) - 1}, 1 << columns
+        return rows
+
     @property
     def largest_free(self) -> int:
         """Free columns of the emptiest row."""
         return self._sizes.bit_length() - 1
 
+    def place_one(self, length: int) -> int:
+        """The row that takes `length`, by best fit; -1, and nothing changed, if none does."""
+        rows_of = self._rows_of
+        fitting = self._sizes >> length
+        if not fitting:
+            return -1
+        size = length + (fitting & -fitting).bit_length() - 1
+        rows = rows_of[size]
+        lowest = rows & -rows
+        rows ^= lowest
+        if rows:
+            rows_of[size] = rows
+        else:
+            del rows_of[size]
+            self._sizes ^= 1 << size
+        size -= length
+        if size in rows_of:
+            rows_of[size] |= lowest
+        else:
+            rows_of[size] = lowest
+            self._sizes |= 1 << size
+        row = lowest.bit_length() - 1
+        self.free[row] = size
+        return row
+
     def place(self, lengths: Sequence[int]) -> list[int] | None:
         """The rows that take `lengths`, in their order, each by best fit; None, and nothing changed, if one finds no row."""
-        rows_of, free, sizes = self._rows_of, self.free, self._sizes
         placed: list[int] = []
         for length in lengths:
-            fitting = sizes >> length
-            if not fitting:
-                self._sizes = sizes
-                for row, taken in zip(reversed(placed), reversed(lengths[: len(placed)]), strict=True):
-                    self.release(row, taken)
+            row = self.place_one(length)
+            if row < 0:
+                for taken, back in zip(placed, lengths, strict=False):
+                    self.release(taken, back)
                 return None
-            size = length + (fitting & -fitting).bit_length() - 1
-            rows = rows_of[size]
-            lowest = rows & -rows
-            rows ^= lowest
-            if rows:
-                rows_of[size] = rows
-            else:
-                del rows_of[size]
-                sizes ^= 1 << size
-            size -= length
-            if size in rows_of:
-                rows_of[size] |= lowest
-            else:
-                rows_of[size] = lowest
-                sizes |= 1 << size
-            row = lowest.bit_length() - 1
-            free[row] = size
             placed.append(row)
-        self._sizes = sizes
         return placed
 
     def place_each(self, lengths: Sequence[int], owners: Sequence[int], rows_of_owner: list[list[int]]) -> set[int]:

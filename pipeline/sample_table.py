@@ -1,33 +1,93 @@
-"""Where the samples of a shard begin: found once, by whichever part asks first, and shared by all parts of the shard."""
+"""Where the samples of a shard begin: found once, by whichever part asks first, and shared by all parts of the shard.
+
+The parts of a shard read close behind each other. What the search for samples has in memory anyway is kept for a while, a
+*window* of neighbouring samples at a time, so that small samples are not read again one by one; a window that has gone is read
+and parsed again as a whole.
+
+    samples  0 1 2 3 4 5 | 6 7 8 9 | 10 11 ...      windows of half a MiB, the last few with their contents
+    part 1     ^       ^       ^
+"""
 
 import threading
 from array import array
+from bisect import bisect_right
 from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import replace
 from os import stat
+from typing import Final
 
-from treadle.pipeline.grouping import Grouping, ShardError
-from treadle.pipeline.storage import ByteStream, LocalStream
-from treadle.pipeline.tar import MemberReader
+from treadle.pipeline.grouping import Grouping, RawSample, ShardError
+from treadle.pipeline.storage import ByteStream, LocalStream, StorageError
+from treadle.pipeline.tar import CHUNK_BYTES, MemberReader
+from treadle.pipeline.unpack import UnpackError
 
 MAX_TABLES = 16
 """Local shards whose sample offsets are remembered, 8 bytes a sample."""
+
+WINDOW_BYTES: Final = 2**19
+"""Tar bytes that close a window."""
+
+HELD_WINDOWS: Final = 6
+"""Windows of a shard whose contents are kept while it is being read."""
+
+SMALL_BYTES: Final = 2**15
+"""Mean tar bytes of a sample up to which a window is read again as a whole: larger ones are read one by one, by who needs them."""
+
+
+class Window:
+    """Neighbouring samples of a shard."""
+
+    __slots__ = ("count", "first", "samples")
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+        """The index of the first one."""
+        self.count = 0
+        self.samples: list[RawSample] | None = []
+        """The samples, those that pass `CHUNK_BYTES` without their contents; None where they are to be read one by one."""
+
+
+class BoundedStream(ByteStream):
+    """A stream from `offset` up to byte `stop`; closing it leaves the stream open."""
+
+    def __init__(self, stream: ByteStream, offset: int, stop: int) -> None:
+        super().__init__(stream.url, offset)
+        stream.position = offset
+        self._stream = stream
+        self._stop = stop
+
+    def read(self, n: int) -> bytes:
+        data = self._stream.read(max(0, min(n, self._stop - self.position)))
+        self.position += len(data)
+        return data
+
+    def close(self) -> None:
+        """Leaves the stream open: it is the caller's."""
 
 
 class SampleTable:
     """Where the samples of a shard begin, found as they are asked for; the parts of the shard share it."""
 
-    def __init__(self, stream: ByteStream, index: int, offset: int) -> None:
+    def __init__(self, opened: Callable[[], ByteStream], index: int, offset: int) -> None:
+        """Takes what opens a stream of the unpacked tar whose position can be set, and where sample `index` begins."""
         self.first = index
         """The first sample that it knows of."""
+        self._opened = opened
         self._starts = array("q")
         self._end = offset
+        self._windows: list[Window] = []
+        self._firsts: list[int] = []
+        self._held: OrderedDict[int, Window] = OrderedDict()
+        self._readers = 0
         self._error: ShardError | None = None
+        self._ended = False
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
-        self._stream = stream
-        stream.position = offset
-        reader = MemberReader(stream, offset=offset, contents=False)
-        self._found = Grouping(reader, self._counts, index=index, contents=False).samples()
+        self._stream = opened()
+        self._stream.position = offset
+        self._reader = MemberReader(self._stream, offset=offset, want=_unwanted)
+        self._found = Grouping(self._reader, self._counts, index=index).samples()
 
     def counted(self) -> Counter[str]:
         """What was skipped or odd so far."""
@@ -35,32 +95,115 @@ class SampleTable:
             return Counter(self._counts)
 
     def close(self) -> None:
-        """Lets go of the stream."""
+        """Lets go of the stream and of what is in memory."""
         self._stream.close()
+        self._held.clear()
 
-    def locate(self, index: int) -> tuple[int, int] | None:
-        """Where sample `index` begins and ends, None past the last.
+    def join(self) -> None:
+        """One more part reads."""
+        with self._lock:
+            self._readers += 1
+
+    def leave(self) -> None:
+        """One part less reads; after the last one nothing stays in memory."""
+        with self._lock:
+            self._readers -= 1
+            if not self._readers:
+                for window in self._held.values():
+                    window.samples = None
+                self._held.clear()
+
+    def span(self, index: int) -> tuple[int, int]:
+        """Where a sample of a window begins and ends."""
+        place = index - self.first
+        return self._starts[place], self._starts[place + 1] if place + 1 < len(self._starts) else self._end
+
+    def window(self, index: int, stream: ByteStream) -> tuple[Window, list[RawSample] | None] | None:
+        """The window that holds sample `index`, and its samples; None past the last.
+
+        Args:
+            stream: the caller's own, to read with; its position is lost.
 
         Raises:
             ShardError: the shard is damaged before that sample.
         """
-        place = index - self.first
         with self._lock:
-            while place >= len(self._starts):
+            while index - self.first >= len(self._starts):
                 if self._error is not None:
                     raise ShardError(self._error.kind, self._error.offset, self._error.detail)
-                try:
-                    sample = next(self._found, None)
-                except ShardError as error:
-                    self._error = error
-                    continue
-                if sample is None:
-                    self._stream.close()
+                if self._ended:
                     return None
+                self._search()
+            number = bisect_right(self._firsts, index) - 1
+            window = self._windows[number]
+            samples = window.samples
+            if samples is not None:
+                self._held.move_to_end(number)
+                return window, samples
+            start, end = self.span(window.first)[0], self.span(window.first + window.count - 1)[1]
+        if end - start > SMALL_BYTES * window.count:
+            return window, None
+        samples = self._again(window, start, end, stream)
+        if samples is not None:
+            with self._lock:
+                self._hold(number, window, samples)
+        return window, samples
+
+    def _search(self) -> None:
+        """Finds the samples of the next window."""
+        window = Window(self.first + len(self._starts))
+        samples: list[RawSample] = []
+        begin = self._end
+        try:
+            for sample in self._found:
                 self._starts.append(sample.offset)
                 self._end = sample.end
-            start = self._starts[place]
-            return start, self._starts[place + 1] if place + 1 < len(self._starts) else self._end
+                samples.append(sample)
+                if sample.end - begin >= WINDOW_BYTES:
+                    break
+            else:
+                self._ended = True
+        except ShardError as error:
+            self._error = error
+        if self._ended or self._error is not None:
+            self._stream.close()
+        if samples:
+            window.count = len(samples)
+            self._windows.append(window)
+            self._firsts.append(window.first)
+            if self._end - begin > SMALL_BYTES * len(samples):
+                # Whoever needs a large one reads it: here its headers do.
+                window.samples = None
+                self._reader.pace(SMALL_BYTES)
+            else:
+                self._hold(len(self._windows) - 1, window, samples)
+                self._reader.pace(CHUNK_BYTES)
+
+    def _hold(self, number: int, window: Window, samples: list[RawSample]) -> None:
+        window.samples = samples
+        self._held[number] = window
+        self._held.move_to_end(number)
+        while len(self._held) > HELD_WINDOWS:
+            self._held.popitem(last=False)[1].samples = None
+
+    def _again(self, window: Window, start: int, end: int, stream: ByteStream) -> list[RawSample] | None:
+        """The samples of a window once more; None where they are not what they were, which whoever reads one of them then tells."""
+        reader = MemberReader(BoundedStream(stream, start, end), offset=start, want=_unwanted)
+        samples: list[RawSample] = []
+        try:
+            samples.extend(Grouping(reader, Counter(), index=window.first).samples())
+        except (ShardError, StorageError, UnpackError):
+            return None
+        place = window.first - self.first
+        if len(samples) != window.count or [sample.offset for sample in samples] != self._starts[place : place + window.count].tolist():
+            return None
+        # What was skipped after the last sample counts to it.
+        samples[-1] = replace(samples[-1], size=end - samples[-1].offset)
+        return samples
+
+
+def _unwanted(_: object) -> bool:
+    return False
 
 
 _tables: OrderedDict[tuple[str, int, int], SampleTable] = OrderedDict()
@@ -78,8 +221,11 @@ def local_table(path: str, index: int, offset: int) -> SampleTable:
     with _tables_lock:
         table = _tables.get(key)
         if table is None or table.first > index:
-            table = _tables[key] = SampleTable(LocalStream(path, path), index, offset)
+            table = _tables[key] = SampleTable(lambda: LocalStream(path, path), index, offset)
             while len(_tables) > MAX_TABLES:
                 _tables.popitem(last=False)
         _tables.move_to_end(key)
         return table
+
+
+__all__ = ["CHUNK_BYTES", "BoundedStream", "SampleTable", "Window", "local_table"]

@@ -5,18 +5,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
-from struct import Struct
 from typing import Any
 
 import numpy as np
 
+from treadle.pipeline.identity import as_group, item_ids, sample_id, shard_key
 from treadle.pipeline.items import Edges, Relations, StepItems
 from treadle.pipeline.relations import MAX_TEMPERATURE_GROUP, Overrides, SampleError, named_edges, parse_relations
 from treadle.pipeline.shards import RawSample
-from treadle.pipeline.storage import public_url
 from treadle.shape import BatchShape, LateInteractionSide, Modality
 
-__all__ = ["EXTENSIONS", "RawSample", "SampleBag", "SampleError", "Schema", "group_of", "item_ids", "modality_of", "sample_id"]
+__all__ = ["EXTENSIONS", "RawSample", "SampleBag", "SampleError", "Schema", "group_of", "item_ids", "modality_of", "sample_id", "shard_key"]
 
 RELATIONS_FIELD = "relations.json"
 
@@ -39,39 +38,9 @@ def modality_of(name: str) -> Modality | None:
     return EXTENSIONS.get(name.rpartition(".")[2])
 
 
-_EIGHT_IDS = Struct("<8Q")
-
-
-@lru_cache(maxsize=4096)
-def _identity(url: str) -> "blake2b":
-    return blake2b(public_url(url).encode("utf-8", "surrogateescape"), digest_size=8, person=b"treadle sample")
-
-
-def sample_id(url: str, index: int) -> int:
-    """The 64-bit id of sample `index` of a shard; the shard goes by its URL without credentials."""
-    digest = _identity(url).copy()
-    digest.update(index.to_bytes(8, "little"))
-    return int.from_bytes(digest.digest(), "little")
-
-
-def item_ids(sample: int, num_places: int) -> list[int]:
-    """The 64-bit ids of the files of a sample, by their place in it. Eight come from one digest."""
-    ids: list[int] = []
-    for block in range(0, num_places, 8):
-        digest = blake2b(sample.to_bytes(8, "little") + block.to_bytes(8, "little"), person=b"treadle item").digest()
-        ids += _EIGHT_IDS.unpack(digest)
-    del ids[num_places:]
-    return ids
-
-
-def _as_group(value: int) -> int:
-    """A 64-bit id as a group: a signed integer other than zero."""
-    return (value - 2**64 if value >= 2**63 else value) or 1
-
-
 def group_of(content: bytes) -> int:
     """The group of everything that carries this content."""
-    return _as_group(int.from_bytes(blake2b(content, digest_size=8, person=b"treadle group").digest(), "little"))
+    return as_group(int.from_bytes(blake2b(content, digest_size=8, person=b"treadle group").digest(), "little"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +157,7 @@ class Schema:
             bags=np.zeros(len(names), np.int64),
             temperature_groups=self._temperature_groups(names, overrides),
             sides=self._sides(names, overrides),
-            groups=np.full(len(names), group or _as_group(sample_id), np.int64),
+            groups=np.full(len(names), group or as_group(sample_id), np.int64),
             ids=np.array([ids[place] for place in chosen], np.uint64),
             choices=choices,
             choice_targets=targets,

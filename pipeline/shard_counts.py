@@ -15,6 +15,7 @@ EXPECTED: Final = frozenset({"skipped_directory", "skipped_hidden", "skipped_mac
 _MEANING: Final = {
     "no_end_marker": "it ends without the blocks that end an archive: it may have been cut between two files",
     "key_seen_again": "keys come again after other samples: the files of a sample must stand next to each other, or they are two samples",
+    "key_cut_in_number": "keys end at the first dot, which stands within a number (22.05.png is field 05.png of key 22): rename the files",
     "skipped_no_field": "files without an extension belong to no sample",
 }
 

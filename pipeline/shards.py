@@ -12,17 +12,21 @@ Parts of a shard share where its samples begin; one that is packed or remote is 
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from os import getpid
+from typing import cast
 from urllib.parse import urlsplit
 
+from treadle.pipeline.cache import ShardCache
 from treadle.pipeline.grouping import Grouping, RawField, RawSample, ShardError, whole_sample
-from treadle.pipeline.sample_table import SampleTable, local_table
+from treadle.pipeline.retry import RetryPolicy
+from treadle.pipeline.sample_table import BoundedStream, SampleTable, local_table
 from treadle.pipeline.shard_counts import ShardCounts
 from treadle.pipeline.spool import Spools, SpoolStream
-from treadle.pipeline.storage import ByteStream, LocalStream, RemoteStream, RetryPolicy, StorageError, local_path, open_stream
+from treadle.pipeline.storage import ByteStream, LocalStream, RemoteStream, StorageError, local_path, open_stream
+from treadle.pipeline.sub_lane import Held
 from treadle.pipeline.tar import CHUNK_BYTES, MAX_MEMBER_BYTES, MemberReader, TarError
 from treadle.pipeline.tar_header import BLOCK_BYTES, TAR_KINDS, is_header
 from treadle.pipeline.unpack import Peekable, UnpackedStream, UnpackError, unpacked
@@ -33,23 +37,6 @@ MAX_IDLE = 64
 """Streams kept open between single samples."""
 
 _PACKED_SUFFIXES = (".gz", ".tgz", ".zst", ".tzst", ".zstd")
-
-
-class _Window(ByteStream):
-    """A stream up to byte `stop`."""
-
-    def __init__(self, stream: ByteStream, offset: int, stop: int) -> None:
-        super().__init__(stream.url, offset)
-        self._stream = stream
-        self._stop = stop
-
-    def read(self, n: int) -> bytes:
-        data = self._stream.read(max(0, min(n, self._stop - self.position)))
-        self.position += len(data)
-        return data
-
-    def close(self) -> None:
-        """Leaves the stream open: it is the caller's."""
 
 
 class _Nothing(ByteStream):
@@ -113,6 +100,7 @@ class Shard:
         max_member_bytes: a longer file refuses its sample as `too_large`.
         counts: where to count what was skipped, and to warn of it; its own by default.
         closing: once set, a remote read gives up.
+        cache: where a remote shard is kept when it is read whole, and looked for first.
     """
 
     def __init__(
@@ -123,8 +111,10 @@ class Shard:
         max_member_bytes: int = MAX_MEMBER_BYTES,
         counts: ShardCounts | None = None,
         closing: threading.Event | None = None,
+        cache: ShardCache | None = None,
     ) -> None:
         self.url = url
+        self._cache = cache if local_path(url) is None else None
         self._policy = policy or RetryPolicy()
         self._max_member_bytes = max_member_bytes
         self._counts = counts or ShardCounts()
@@ -152,10 +142,12 @@ class Shard:
         if parts > 1:
             path = local_path(self.url)
             if path is not None and not self._is_packed():
-                yield from self._plain_local(path, part, parts, index, offset)
+                for sample in self._plain_local(path, part, parts, index, offset, False):
+                    yield cast(RawSample, sample)
                 return
             if spools is not None:
-                yield from self._spooled(spools, part, parts, index, offset)
+                for sample in self._spooled(spools, part, parts, index, offset):
+                    yield cast(RawSample, sample)
                 return
         counts: Counter[str] = Counter()
         stream = self._open(offset)
@@ -168,6 +160,21 @@ class Shard:
         finally:
             stream.close()
             self._counts.note(self.url, counts)
+
+    def entries(
+        self, *, part: int = 0, parts: int = 1, index: int = 0, offset: int = 0, spools: Spools | None = None
+    ) -> Iterator[RawSample | Held]:
+        """`samples`, the large ones of a plain local shard in parts by reference alone: whoever decodes one reads it, and nobody holds it before.
+
+        Raises:
+            ShardError: as `samples`.
+        """
+        path = local_path(self.url)
+        if parts > 1 and path is not None and not self._is_packed():
+            return self._plain_local(path, part, parts, index, offset, True)
+        if parts > 1 and spools is not None:
+            return self._spooled(spools, part, parts, index, offset)
+        return self.samples(part=part, parts=parts, index=index, offset=offset, spools=spools)
 
     def sample_at(self, index: int, offset: int, size: int) -> RawSample:
         """Sample `index`, which takes `size` bytes from `offset`. In a packed shard, ask in ascending order: going back starts anew.
@@ -182,6 +189,36 @@ class Shard:
                 if error.kind != "changed" or not self._is_packed():
                     raise
         return self._sample_at(self._is_packed(), index, offset, size)
+
+    @property
+    def looks_packed(self) -> bool:
+        """Whether it is gz or zst, as far as its name tells and what has been read of it."""
+        return urlsplit(self.url).path.lower().endswith(_PACKED_SUFFIXES) if self._packed is None else self._packed
+
+    def samples_at(self, places: Sequence[tuple[int, int, int]]) -> dict[int, RawSample | ShardError]:
+        """Samples (index, offset, size), in ascending order, by index: with one request where the shard is plain, in one go where it is packed.
+
+        One that cannot be read is an error, as `sample_at` raises it.
+        """
+        found: dict[int, RawSample | ShardError] = {}
+        if len(places) > 1 and not self.looks_packed:
+            start, stop = places[0][1], places[-1][1] + places[-1][2]
+            try:
+                with self._stream(start, stop - start) as stream:
+                    slices = _slices(self.url, self._max_member_bytes)
+                    for index, offset, size in places:
+                        stream.skip(offset - stream.position)
+                        found[index] = self._one(stream, slices, index, offset, size)
+            except (ShardError, StorageError):
+                # Told by whoever is read alone, after another try.
+                pass
+        for index, offset, size in places:
+            if index not in found:
+                try:
+                    found[index] = self.sample_at(index, offset, size)
+                except ShardError as error:
+                    found[index] = error
+        return found
 
     def close(self) -> None:
         """Lets go of connections that `sample_at` left open for the next one."""
@@ -227,7 +264,7 @@ class Shard:
                     raise ShardError("changed", offset, f"sample {index} is not there any more: {error}") from None
         else:
             # A long one is gathered member by member, so that its bytes are not held twice.
-            reader = MemberReader(_Window(stream, offset, offset + size), offset=offset, max_member_bytes=self._max_member_bytes)
+            reader = MemberReader(BoundedStream(stream, offset, offset + size), offset=offset, max_member_bytes=self._max_member_bytes)
             try:
                 found = list(Grouping(reader, Counter(), index=index).samples())
             except ShardError as error:
@@ -240,9 +277,16 @@ class Shard:
         return sample
 
     def _stream(self, offset: int = 0, length: int | None = None) -> ByteStream:
+        if self._cache is not None:
+            return self._cache.open(self.url, self._store, offset, length)
         return open_stream(self.url, offset, policy=self._policy, length=length, closing=self._closing)
 
-    def _plain_local(self, path: str, part: int, parts: int, index: int, offset: int) -> Iterator[RawSample]:
+    def _store(self, offset: int, length: int | None) -> RemoteStream:
+        stream = open_stream(self.url, offset, policy=self._policy, length=length, closing=self._closing)
+        assert isinstance(stream, RemoteStream)
+        return stream
+
+    def _plain_local(self, path: str, part: int, parts: int, index: int, offset: int, references: bool) -> Iterator[RawSample | Held]:
         try:
             table = local_table(path, index, offset)
             stream = LocalStream(self.url, path)
@@ -250,27 +294,40 @@ class Shard:
             raise ShardError("not_found" if isinstance(error, FileNotFoundError) else "unreadable", offset, str(error)) from None
         except StorageError as error:
             raise ShardError(error.kind, offset, error.detail) from None
-        yield from self._located(table, stream, part, parts, index)
+        yield from self._located(table, stream, part, parts, index, references)
 
-    def _spooled(self, spools: Spools, part: int, parts: int, index: int, offset: int) -> Iterator[RawSample]:
+    def _spooled(self, spools: Spools, part: int, parts: int, index: int, offset: int) -> Iterator[RawSample | Held]:
         shared = spools.join(self.url, self._open, index, offset)
         try:
-            yield from self._located(shared.table, SpoolStream(shared.spool, offset), part, parts, index)
+            yield from self._located(shared.table, SpoolStream(shared.spool, offset), part, parts, index, False)
         finally:
             spools.leave(shared)
 
-    def _located(self, table: SampleTable, stream: ByteStream, part: int, parts: int, index: int) -> Iterator[RawSample]:
+    def _located(
+        self, table: SampleTable, stream: ByteStream, part: int, parts: int, index: int, references: bool
+    ) -> Iterator[RawSample | Held]:
         slices = _slices(self.url, self._max_member_bytes)
+        whole_bytes = min(CHUNK_BYTES, self._max_member_bytes)
+        table.join()
         try:
             index += (part - index) % parts
-            while (found := table.locate(index)) is not None:
-                start, end = found
-                stream.position = start
-                yield self._one(stream, slices, index, start, end - start)
-                index += parts
+            while (found := table.window(index, stream)) is not None:
+                window, samples = found
+                for place in range(index - window.first, window.count, parts):
+                    if samples is not None and (sample := samples[place]).size <= whole_bytes:
+                        yield sample
+                    elif references:
+                        start, end = table.span(index)
+                        yield Held(index, start, end - start)
+                    else:
+                        start, end = table.span(index)
+                        stream.position = start
+                        yield self._one(stream, slices, index, start, end - start)
+                    index += parts
         except (StorageError, UnpackError) as error:
             raise ShardError(error.kind, error.offset, error.detail) from None
         finally:
+            table.leave()
             stream.close()
             self._counts.note(self.url, table.counted())
 

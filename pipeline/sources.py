@@ -1,13 +1,15 @@
 """What a stream reads: URL patterns, sources, and the manifest that its order is a function of."""
 
+import fnmatch
 import glob
 import json
 import logging
 import math
 import os
 import re
+import stat
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from hashlib import blake2b
 from typing import Any, Self
 
@@ -20,6 +22,9 @@ MAX_SHARDS = 1 << 24
 
 MAX_URLS_IN_MANIFEST = 1000
 """A source of more shards is written down by their number and a digest: a state travels with every batch."""
+
+MAX_CHECKED = 1000
+"""Local shards of one list that are looked at before they are read."""
 
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?|([A-Za-z])\.\.([A-Za-z])")
 _MAGIC = re.compile(r"[*?\[]")
@@ -80,6 +85,12 @@ def _choices(body: str) -> Iterator[str] | None:
     return (f"{number:0{width}d}" if width else str(number) for number in numbers)
 
 
+class ListedUrls(tuple[str, ...]):
+    """Shards that `expand_urls` has answered already, here or on another rank: they are taken as they are, without a look at storage."""
+
+    __slots__ = ()
+
+
 def expand_urls(urls: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[str]:
     """The shards that a pattern, or a list of them, names: braces first, then globs, each glob in sorted order.
 
@@ -88,6 +99,8 @@ def expand_urls(urls: str | os.PathLike[str] | Sequence[str | os.PathLike[str]])
     Raises:
         ValueError: a pattern names nothing, a folder or a missing file, or its scheme is refused or unknown.
     """
+    if isinstance(urls, ListedUrls):
+        return list(urls)
     patterns = [urls] if isinstance(urls, str | os.PathLike) else list(urls)
     if not patterns:
         raise ValueError("urls is empty: name at least one shard")
@@ -104,18 +117,44 @@ def expand_urls(urls: str | os.PathLike[str] | Sequence[str | os.PathLike[str]])
         found += matched
         if len(found) > MAX_SHARDS:
             raise ValueError(f"{public_url(text)!r}: more than {MAX_SHARDS} shards")
-    missing = [url for url in found if (path := local_path(url)) is not None and not os.path.exists(path)]
-    if missing:
-        shown = ", ".join(repr(url) for url in missing[:5]) + (", ..." if len(missing) > 5 else "")
-        raise ValueError(f"{len(missing)} of {len(found)} shards are not there: {shown}")
+    _check_there(found)
     if len(set(found)) < len(found):
         logger.warning("%d shards are named more than once; each naming is read", len(found) - len(set(found)))
     return found
 
 
+def _check_there(found: Sequence[str]) -> None:
+    """Looks whether local shards are there: at all of a short list, at `MAX_CHECKED` of a long one, its first and last among them.
+
+    Thousands of ranks that ask a shared file system for every one of many shards would be what it is busy with; a shard that is missing after
+    all is told when it is its turn.
+    """
+    count = min(len(found), MAX_CHECKED)
+    checked = {found[place * (len(found) - 1) // max(1, count - 1)] for place in range(count)} if len(found) > count else found
+    missing: list[str] = []
+    for url in checked:
+        path = local_path(url)
+        if path is None:
+            continue
+        try:
+            mode = os.stat(path).st_mode
+        except (OSError, ValueError):
+            missing.append(url)
+        else:
+            if stat.S_ISDIR(mode):
+                _file(path)
+    if missing:
+        missing.sort()
+        shown = ", ".join(repr(url) for url in missing[:5]) + (", ..." if len(missing) > 5 else "")
+        looked = f"{len(found)} shards" if checked is found else f"{len(checked)} looked at, of {len(found)} shards,"
+        raise ValueError(f"{len(missing)} of {looked} are not there: {shown}")
+
+
 def _expand(pattern: str) -> list[str]:
     scheme_of(pattern)
     path = local_path(pattern)
+    if path is not None and "{" not in path and not _MAGIC.search(path):
+        return [path]  # looked at with the others
     if path is not None and os.path.exists(path):
         return [_file(path)]
     found: list[str] = []
@@ -130,9 +169,11 @@ def _matches(url: str) -> list[str]:
     """One URL without braces, its globs resolved."""
     path = local_path(url)
     if path is not None:
-        if os.path.exists(path) or not _MAGIC.search(path):
+        if not _MAGIC.search(path):
+            return [path]  # looked at with the others
+        if os.path.exists(path):
             return [_file(path)]
-        return [_file(match) for match in sorted(glob.glob(path, recursive=True)) if not os.path.isdir(match)]
+        return _listed(path)
     scheme = scheme_of(url)
     if scheme in ("http", "https"):
         if "*" in url.partition("?")[0]:
@@ -148,6 +189,20 @@ def _matches(url: str) -> list[str]:
         return sorted(str(files.unstrip_protocol(match)) for match in files.glob(inside))
     except OSError as error:
         raise ValueError(f"{public_url(url)!r} cannot be listed: {type(error).__name__}") from None
+
+
+def _listed(pattern: str) -> list[str]:
+    """The files that a local glob names, in order, without asking for each of a folder's files what it is."""
+    folder, name = os.path.split(pattern)
+    if _MAGIC.search(folder) or name == "**":
+        return [match for match in sorted(glob.glob(pattern, recursive=True)) if not os.path.isdir(match)]
+    try:
+        with os.scandir(folder or ".") as entries:
+            names = [entry.name for entry in entries if not entry.is_dir()]
+    except OSError:
+        return []
+    hidden = name.startswith(".")
+    return sorted(os.path.join(folder, match) for match in fnmatch.filter(names, name) if hidden or not match.startswith("."))
 
 
 def _known(url: str, scheme: str) -> None:
@@ -177,7 +232,7 @@ class Source:
     def __post_init__(self) -> None:
         if isinstance(self.urls, os.PathLike):
             object.__setattr__(self, "urls", os.fspath(self.urls))
-        if not isinstance(self.urls, str):
+        if not isinstance(self.urls, str | ListedUrls):
             object.__setattr__(self, "urls", tuple(self.urls))
         _check_blend(self.weight, self.repeat)
 
@@ -200,9 +255,9 @@ def _check_blend(weight: object, repeat: object) -> None:
 def urls_digest(urls: Sequence[str]) -> str:
     """A digest of shards in order."""
     digest = blake2b(digest_size=16, person=b"treadle urls")
-    for url in urls:
-        raw = url.encode("utf-8", "surrogateescape")
-        digest.update(len(raw).to_bytes(8, "little") + raw)
+    for begin in range(0, len(urls), 4096):
+        raws = [url.encode("utf-8", "surrogateescape") for url in urls[begin : begin + 4096]]
+        digest.update(b"".join(len(raw).to_bytes(8, "little") + raw for raw in raws))
     return digest.hexdigest()
 
 
@@ -251,9 +306,18 @@ class Manifest:
 
     def to_dict(self) -> dict[str, Any]:
         """The manifest as JSON has it."""
-        listed = asdict(self)
-        for source in listed["sources"]:
-            source["urls"] = list(source["urls"]) if source["num_shards"] <= MAX_URLS_IN_MANIFEST else []
+        listed = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        # Not `asdict`, which copies every URL of a long list only for it to be left out.
+        listed["sources"] = [
+            {
+                "urls": list(source.urls) if source.num_shards <= MAX_URLS_IN_MANIFEST else [],
+                "num_shards": source.num_shards,
+                "digest": source.digest,
+                "weight": source.weight,
+                "repeat": source.repeat,
+            }
+            for source in self.sources
+        ]
         plain: dict[str, Any] = json.loads(json.dumps(listed))
         return plain
 

@@ -217,7 +217,7 @@ class Shared:
 
     def __init__(self, url: str, opened: Opener, index: int, offset: int) -> None:
         self.spool = Spool(url, opened, offset)
-        self.table = SampleTable(SpoolStream(self.spool, offset), index, offset)
+        self.table = SampleTable(lambda: SpoolStream(self.spool, offset), index, offset)
         self.readers = 0
 
     def close(self) -> None:

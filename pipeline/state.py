@@ -11,8 +11,8 @@ A rank's state holds its own lanes; merged, the states of all ranks hold every l
 """
 
 import json
-import struct
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from treadle.pipeline.order import Cursor, Drawn, Ended, Entry, Held, OrderPlan
+from treadle.pipeline.order import Cursor, Drawn, Ended, Held, OrderPlan, Ref, Standing
 from treadle.pipeline.sources import Manifest
 
 FORMAT: Final = 1
@@ -55,9 +55,6 @@ _PENDING_COLUMNS: Final[dict[str, type[np.integer[Any]]]] = {
 }
 _RANK_COLUMNS: Final[dict[str, type[np.integer[Any]]]] = {"rank": np.int32, "pending_count": np.int64}
 
-_HELD_RECORD: Final = struct.Struct("<iiqq")
-_CURSOR_RECORD: Final = struct.Struct("<7q")
-
 Columns = dict[str, NDArray[Any]]
 
 
@@ -85,7 +82,7 @@ class Share(NamedTuple):
 
     lane_draws: list[int]
     cursors: list[Cursor]
-    pools: list[list[Entry]]
+    pools: list[list[Ref]]
     pending: list[Pending]
     """In the packer's arrival order; in draw order where the lanes were dealt anew."""
     packer: Columns | None
@@ -95,81 +92,70 @@ class Share(NamedTuple):
 class Position:
     """The consumed position of one rank: follows the order by the moves that travel with each sample.
 
-    Kept as packed records, so that following one sample is a few writes and a snapshot is a few copies.
+    Kept as lists of references that are shared between positions, so that following one sample is a few list operations and a
+    snapshot one copy of each list.
     """
 
     def __init__(self, plan: OrderPlan, rank: int, world_size: int) -> None:
         self._lanes = list(range(rank, plan.lanes, world_size))
         self._rank_of_lane = {lane: number for number, lane in enumerate(self._lanes)}
-        depths = [plan.depth(source) for source in range(len(plan.sources))]
-        self._starts: list[int] = []
-        total = 0
-        for _ in self._lanes:
-            for depth in depths:
-                self._starts.append(total)
-                total += depth * _HELD_RECORD.size
+        sources = range(len(plan.sources))
         self._lane_draws = [0] * len(self._lanes)
-        self._counts = [0] * len(self._starts)
-        self._held = bytearray(total)
-        self._cursors = bytearray(len(self._starts) * _CURSOR_RECORD.size)
-        for number, lane in enumerate(self._lanes):
-            for source in range(len(plan.sources)):
-                place = (number * len(plan.sources) + source) * _CURSOR_RECORD.size
-                _CURSOR_RECORD.pack_into(self._cursors, place, lane, 0, 0, 0, 0, 0, False)
+        self._cursors: list[Cursor] = [(lane, 0, 0, 0, 0, 0, False) for lane in self._lanes for _ in sources]
+        self._pools: list[list[Ref]] = [[] for _ in self._cursors]
 
     def restore(self, share: Share) -> None:
         """Stands where `share` does."""
-        self._lane_draws = list(share.lane_draws)
-        for sub_lane, (cursor, pool) in enumerate(zip(share.cursors, share.pools, strict=True)):
-            _CURSOR_RECORD.pack_into(self._cursors, sub_lane * _CURSOR_RECORD.size, *cursor)
-            start = self._starts[sub_lane]
-            self._counts[sub_lane] = len(pool)
-            for place, (shard, sample) in enumerate(pool):
-                _HELD_RECORD.pack_into(self._held, start + place * _HELD_RECORD.size, shard, sample.index, sample.offset, sample.size)
+        self.stand((share.lane_draws, share.cursors, [list(refs) for refs in share.pools]))
+
+    def stand(self, standing: Standing) -> None:
+        """Stands where the order does: takes the lists over."""
+        self._lane_draws, self._cursors, self._pools = standing
 
     def follow(self, step: Drawn | Ended) -> None:
         """Takes over what one step of the order changed."""
-        held, size, pack = self._held, _HELD_RECORD.size, _HELD_RECORD.pack_into
         for sub_lane, appended, slot, cursor in step.moves:
-            start = self._starts[sub_lane]
-            end = start + self._counts[sub_lane] * size
-            for shard, sample in appended:
-                pack(held, end, shard, sample.index, sample.offset, sample.size)
-                end += size
+            pool = self._pools[sub_lane]
+            if appended:
+                pool += appended
             if slot >= 0:
-                end -= size
-                place = start + slot * size
-                if place != end:
-                    held[place : place + size] = held[end : end + size]
-            self._counts[sub_lane] = (end - start) // size
-            _CURSOR_RECORD.pack_into(self._cursors, sub_lane * _CURSOR_RECORD.size, *cursor)
+                last = pool.pop()
+                if slot < len(pool):
+                    pool[slot] = last
+            self._cursors[sub_lane] = cursor
         if isinstance(step, Drawn):
             self._lane_draws[self._rank_of_lane[step.key[2]]] = step.lane_draws
 
     def epochs(self) -> list[int | None]:
         """The epoch that each sub-lane stands in, None where it is over."""
-        cursors = _CURSOR_RECORD.iter_unpack(self._cursors)
-        return [None if over else epoch for _, _, _, _, _, epoch, over in cursors]
+        return epochs_of(self._cursors)
 
     def snapshot(self) -> Callable[[], Columns]:
         """What builds the columns of this very position, whenever they are asked for."""
-        lanes, starts = self._lanes, self._starts
-        lane_draws, counts, held, cursors = list(self._lane_draws), list(self._counts), bytes(self._held), bytes(self._cursors)
+        return columns_of(self._lanes, (self._lane_draws.copy(), self._cursors.copy(), [refs.copy() for refs in self._pools]))
 
-        def columns() -> Columns:
-            table = np.frombuffer(cursors, np.int64).reshape(-1, len(_SUB_LANE_COLUMNS))
-            built: Columns = {"lane": np.array(lanes, np.int32), "lane_draws": np.array(lane_draws, np.int64)}
-            for place, name in enumerate(_SUB_LANE_COLUMNS):
-                built[name] = table[:, place].copy()
-            size = _HELD_RECORD.size
-            live = b"".join(held[start : start + count * size] for start, count in zip(starts, counts, strict=True))
-            records = np.frombuffer(live, np.dtype({"names": list(_HELD_COLUMNS), "formats": ["<i4", "<i4", "<i8", "<i8"]}))
-            for name in _HELD_COLUMNS:
-                built[name] = records[name].copy()
-            built["held_count"] = np.array(counts, np.int64)
-            return built
 
-        return columns
+def epochs_of(cursors: Sequence[Cursor]) -> list[int | None]:
+    """The epoch that each sub-lane stands in, None where it is over."""
+    return [None if over else epoch for _, _, _, _, _, epoch, over in cursors]
+
+
+def columns_of(lanes: Sequence[int], standing: Standing) -> Callable[[], Columns]:
+    """What builds the columns of where the lanes stand; the lists must not change any more."""
+    lane_draws, cursors, pools = standing
+
+    def columns() -> Columns:
+        table = np.array(cursors, np.int64).reshape(-1, len(_SUB_LANE_COLUMNS))
+        built: Columns = {"lane": np.array(lanes, np.int32), "lane_draws": np.array(lane_draws, np.int64)}
+        for place, name in enumerate(_SUB_LANE_COLUMNS):
+            built[name] = table[:, place].copy()
+        records = np.fromiter(chain.from_iterable(chain.from_iterable(pools)), np.int64).reshape(-1, len(_HELD_COLUMNS))
+        for place, (name, dtype) in enumerate(_HELD_COLUMNS.items()):
+            built[name] = records[:, place].astype(dtype)
+        built["held_count"] = np.array([len(refs) for refs in pools], np.int64)
+        return built
+
+    return columns
 
 
 class StreamState:
@@ -192,17 +178,18 @@ class StreamState:
         rank: int,
         world_size: int,
         position: Callable[[], Columns],
-        pending: Sequence[Pending],
+        pending: Sequence[Pending] | Callable[[], Sequence[Pending]],
         packer: Callable[[], Mapping[str, NDArray[Any]]],
     ) -> Self:
         """The state of one rank, built when first asked for; nothing that is passed may change any more."""
 
         def columns() -> Columns:
             built = position()
+            waiting = pending() if callable(pending) else pending
             built["rank"] = np.array([rank], np.int32)
-            built["pending_count"] = np.array([len(pending)], np.int64)
+            built["pending_count"] = np.array([len(waiting)], np.int64)
             for place, (name, dtype) in enumerate(_PENDING_COLUMNS.items()):
-                built[name] = np.fromiter((bag[place] for bag in pending), dtype, len(pending))
+                built[name] = np.fromiter((bag[place] for bag in waiting), dtype, len(waiting))
             for name, values in packer().items():
                 built[f"packer/{rank}/{name}"] = values
             return built
@@ -213,6 +200,11 @@ class StreamState:
     def manifest(self) -> Manifest:
         """What the position depends on: sources, seed, lanes, shuffle, epochs, schema, shape, options."""
         return Manifest.from_dict(json.loads(self._manifest))
+
+    @property
+    def manifest_json(self) -> str:
+        """The manifest as canonical JSON: equal for positions of one stream."""
+        return self._manifest
 
     @property
     def world_size(self) -> int:
@@ -378,13 +370,13 @@ class StreamState:
         counts: list[int] = columns["held_count"].tolist()
         starts = np.concatenate([[0], np.cumsum(counts)]).tolist()
         share_cursors: list[Cursor] = []
-        pools: list[list[Entry]] = []
+        pools: list[list[Ref]] = []
         for place in own:
             for sub_lane in range(place * sources, (place + 1) * sources):
                 unit, next_index, next_offset, draws, taken, epoch, over = cursors[sub_lane]
                 share_cursors.append((unit, next_index, next_offset, draws, taken, epoch, bool(over)))
                 records = held[starts[sub_lane] : starts[sub_lane] + counts[sub_lane]]
-                pools.append([(shard, Held(index, offset, size)) for shard, index, offset, size in records])
+                pools.append(records)
         pending = [Pending(*bag) for bag in zip(*(columns[name].tolist() for name in _PENDING_COLUMNS), strict=True)]
         packer: Columns | None = None
         if same:

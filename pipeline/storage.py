@@ -8,26 +8,19 @@ and no credential shows in a message.
 import email.utils
 import logging
 import os
-import random
 import re
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from stat import S_ISREG
 from types import TracebackType
-from typing import Protocol, Self, TypeVar
+from typing import Protocol, Self
 from urllib.parse import parse_qsl, quote, unquote, urlsplit, urlunsplit
 
-from treadle.shape import require_count
+from treadle.pipeline.retry import RetryPolicy
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-_JITTER = random.Random()
-"""Of our own, so that a retry never moves the random numbers of a user."""
 
 RANGE_BYTES = 8 << 20
 """Bytes asked of a remote store at a time: one request's latency is spread over this."""
@@ -49,7 +42,7 @@ _URL_IN_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]{0,30}://[^\s'\"<>|\\]+")
 class StorageError(Exception):
     """A URL that cannot be read on from `offset`.
 
-    Kinds: `not_found`, `forbidden`, `refused` (a redirect to where we do not go), `changed` (the object is not the one it was),
+    Kinds: `not_found`, `forbidden`, `refused` (a place that is not gone to, or a server that is not trusted), `changed` (the object is not the one it was),
     `not_a_tar` (an HTML page instead), `closed` (whoever reads was told to stop), `unreadable` (everything else, after all retries).
     """
 
@@ -73,39 +66,6 @@ class Fault(Exception):
         self.permanent = permanent
         self.wait_s = wait_s
         """What the server asked us to wait, s."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RetryPolicy:
-    """How often, and how patiently, a broken read is tried again."""
-
-    attempts: int = 8
-    """Faults in a row, without a byte between them, after which a stream is given up."""
-    budget: int = 64
-    """Faults of one stream in all after which it is given up."""
-    base_delay_s: float = 0.25
-    """Wait after the first fault, s; doubled after each one in a row."""
-    max_delay_s: float = 30.0
-    """Longest such wait, s."""
-    max_retry_after_s: float = 120.0
-    """Longest wait that a server's Retry-After may ask for, s."""
-    timeout_s: float = 60.0
-    """A connection that gives nothing for so long is a fault, s."""
-
-    def __post_init__(self) -> None:
-        for name in ("attempts", "budget"):
-            require_count("RetryPolicy", name, getattr(self, name), 1)
-        for name in ("base_delay_s", "max_delay_s", "max_retry_after_s", "timeout_s"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-                raise ValueError(f"RetryPolicy.{name} is {value!r}: it must be a number of seconds, not negative")
-        if self.timeout_s == 0:
-            raise ValueError("RetryPolicy.timeout_s is 0: it must be positive")
-
-    def delay_s(self, failures: int, asked_s: float = 0.0) -> float:
-        """The wait before the next attempt: between half and all of the doubled delay, and never less than what was asked."""
-        doubled = min(self.max_delay_s, self.base_delay_s * 2.0 ** min(failures - 1, 60))
-        return max(doubled * _JITTER.uniform(0.5, 1.0), min(asked_s, self.max_retry_after_s))
 
 
 def scheme_of(url: str) -> str:
@@ -235,6 +195,10 @@ class LocalStream(ByteStream):
     def size(self) -> int | None:
         return self._size
 
+    def fileno(self) -> int:
+        """The file's descriptor."""
+        return self._file
+
     def read(self, n: int) -> bytes:
         try:
             data = os.pread(self._file, min(n, max(0, self._size - self.position)), self.position)
@@ -270,6 +234,8 @@ class RangeSource(Protocol):
     """Bytes of the object, once known."""
     stop: int | None
     """Byte before which reading will end, where that is known: no more is asked for."""
+    version: str | None
+    """What tells this object from others of its name (ETag, or when it was changed), once known and where the store says."""
 
     def fetch(self, position: int, most: int) -> bytes:
         """Some bytes from `position` on, at most `most`; none only at the object's end.
@@ -308,6 +274,11 @@ class RemoteStream(ByteStream):
     @property
     def size(self) -> int | None:
         return self._source.size
+
+    @property
+    def version(self) -> str | None:
+        """What tells this object from others of its name, once known and where the store says."""
+        return self._source.version
 
     def read(self, n: int) -> bytes:
         pieces: list[bytes] = []
@@ -375,82 +346,52 @@ def range_stop(position: int, stop: int | None, size: int | None) -> int:
     return most if stop is None or stop <= position else min(most, stop)
 
 
-class FsspecSource:
-    """An object that fsspec opens, read in ranges."""
+class Wait:
+    """How long a server is waited for, in short turns: a reader that is told to stop stops, and silence and drips are faults.
 
-    def __init__(self, url: str) -> None:
-        self.size: int | None = None
-        self.stop: int | None = None
-        self._etag: object = None
-        self._held = b""
-        self._held_at = 0
-        self._stale = True
-        # fsspec costs 80 ms to import, and local shards do without.
-        from fsspec.core import url_to_fs
+    Only time spent within a read counts: a consumer that is busy elsewhere says nothing of the server.
+    """
 
-        try:
-            self._fs, self._path = url_to_fs(url)
-        except ImportError as error:
-            raise StorageError(
-                "unreadable", 0, f"{public_text(str(error))} (treadle[s3], treadle[gcs] and treadle[hf] install the usual ones)"
-            ) from None
-        except ValueError as error:
-            raise ValueError(f"{public_url(url)!r}: {public_text(str(error))}") from None
+    def __init__(self, policy: RetryPolicy, closing: threading.Event | None = None) -> None:
+        self._policy = policy
+        self._closing = closing or threading.Event()
+        self._waited_s = 0.0
+        self._bytes = 0
 
-    def fetch(self, position: int, most: int) -> bytes:
-        self._look()
-        if self.size is not None and position >= self.size:
-            if position > self.size:
-                raise Fault(f"the object has {self.size} bytes, byte {position} was to be read", kind="changed", permanent=True)
-            return b""
-        inside = position - self._held_at
-        if not 0 <= inside < len(self._held):
-            stop = range_stop(position, self.stop, self.size)
-            self._held = self._call(lambda: bytes(self._fs.cat_file(self._path, start=position, end=stop)))
-            self._held_at, inside = position, 0
-            if not self._held and self.size is not None:
-                raise Fault(f"no bytes at {position} of {self.size}")
-        data = self._held[inside : inside + most]
-        if inside + most >= len(self._held):
-            self._held = b""
-        return data
+    def turn(self, silent_s: float) -> None:
+        """Between two turns of one wait, `silent_s` after it began.
 
-    def reset(self) -> None:
-        self._held = b""
-        self._stale = True
+        Raises:
+            Fault: the reader was told to stop, or the server has been silent for too long.
+        """
+        if self._closing.is_set():
+            raise Fault("reading was told to stop", kind="closed", permanent=True)
+        if silent_s >= self._policy.timeout_s:
+            raise Fault(f"nothing came for {self._policy.timeout_s:g} s")
 
-    def _look(self) -> None:
-        if not self._stale:
-            return
-        self._call(lambda: self._fs.invalidate_cache(self._path))
-        info = self._call(lambda: self._fs.info(self._path))
-        if info.get("type") == "directory":
-            raise Fault("it is a directory, not a tar", kind="not_found", permanent=True)
-        size, etag = info.get("size"), info.get("ETag") or info.get("etag") or info.get("mtime")
-        if self.size is not None and (size != self.size or etag != self._etag):
-            raise Fault(
-                f"the object changed while it was read: {self.size} bytes, {self._etag} became {size} bytes, {etag}",
-                kind="changed",
-                permanent=True,
-            )
-        self.size, self._etag, self._stale = size, etag, False
+    def got(self, size: int, waited_s: float) -> None:
+        """`size` bytes came after `waited_s`.
 
-    def _call(self, action: Callable[[], T]) -> T:
-        try:
-            return action()
-        except FileNotFoundError:
-            raise Fault("there is no such object", kind="not_found", permanent=True) from None
-        except PermissionError as error:
-            raise Fault(str(error), kind="forbidden", permanent=True) from None
-        except Exception as error:  # every backend has its own; what is not above may pass
-            raise Fault(f"{type(error).__name__}: {error}") from None
+        Raises:
+            Fault: over the time after which silence is a fault, they have been too few.
+        """
+        self._waited_s += waited_s
+        self._bytes += size
+        if self._waited_s >= self._policy.timeout_s:
+            rate, self._waited_s, self._bytes = self._bytes / self._waited_s, 0.0, 0
+            if rate < self._policy.min_bytes_per_s:
+                raise Fault(f"only {rate:.0f} bytes/s came; fewer than {self._policy.min_bytes_per_s} are a fault")
+
+    def anew(self) -> None:
+        """A new request has been made: what an earlier one gave says nothing of it."""
+        self._waited_s, self._bytes = 0.0, 0
 
 
 def retry_after_s(value: str | None, now_s: float | None = None) -> float:
     """The wait that a Retry-After header asks for: seconds, or a date."""
     if not value:
         return 0.0
-    if value.strip().isdigit():
+    if re.fullmatch("[0-9]+", value.strip()):
         return float(value.strip()[:9])
     try:
         due_s = email.utils.parsedate_to_datetime(value).timestamp()
@@ -487,8 +428,10 @@ def open_stream(
     if scheme_of(url) in ("http", "https") and "::" not in url:
         from treadle.pipeline.http_source import HttpSource
 
-        stream = RemoteStream(url, HttpSource(url, timeout_s=policy.timeout_s), offset, policy, closing)
+        stream = RemoteStream(url, HttpSource(url, policy, closing), offset, policy, closing)
     else:
-        stream = RemoteStream(url, FsspecSource(url), offset, policy, closing)
+        from treadle.pipeline.fsspec_source import FsspecSource
+
+        stream = RemoteStream(url, FsspecSource(url, policy, closing), offset, policy, closing)
     stream.aim(offset, length)
     return stream

@@ -15,21 +15,28 @@ from typing import Any, Final, Self
 
 from treadle.decoders import DecodeOptions
 from treadle.pipeline.batch import PackedBatch
-from treadle.pipeline.feed import Feed, FeedConfig, Ledger, OnStreamError
+from treadle.pipeline.cache import ShardCache
+from treadle.pipeline.feed import Feed, FeedConfig, OnStreamError
 from treadle.pipeline.layout import LateInteractionCapacities
+from treadle.pipeline.ledger import Ledger
 from treadle.pipeline.order import OrderPlan, SourcePlan
 from treadle.pipeline.packer import Packer
-from treadle.pipeline.quarantine import Quarantine
+from treadle.pipeline.quarantine import Budget, Quarantine, QuarantineFullError
+from treadle.pipeline.retry import RetryPolicy
 from treadle.pipeline.samples import Schema
 from treadle.pipeline.sources import Manifest, ManifestSource, Source
 from treadle.pipeline.state import StreamState
-from treadle.pipeline.storage import RetryPolicy
-from treadle.shape import BatchShape, require_count
+from treadle.shape import BatchShape, Modality, require_count
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_LANES: Final = 64
 DEFAULT_SHUFFLE_BYTES: Final = 2**29
+DEFAULT_SCHEMA: Final = Schema()
+DEFAULT_OPTIONS: Final = DecodeOptions()
+
+PROCESSES_AFTER_S: Final = 2.0
+"""Decoding, in seconds of work, after which derived processes are started: they take half a second to come up."""
 
 _LATE_CAPACITIES: Final = (
     "max_query_span",
@@ -66,14 +73,17 @@ class ShardStream:
         epochs: int | None = None,
         threads: int | None = None,
         processes: int | None = None,
-        schema: Schema | None = None,
-        options: DecodeOptions | None = None,
+        schema: Schema = DEFAULT_SCHEMA,
+        options: DecodeOptions = DEFAULT_OPTIONS,
         on_error: OnStreamError = "quarantine",
         quarantine: str | os.PathLike[str] | Quarantine | None = None,
         window: int = 4,
         max_edges: int = 0,
         late_interaction: LateInteractionCapacities | None = None,
         retry: RetryPolicy | None = None,
+        cache: ShardCache | None = None,
+        max_quarantined: int | float | None = None,
+        quarantine_probation: int = 1000,
     ) -> None:
         """
         Args:
@@ -83,8 +93,10 @@ class ShardStream:
             shuffle: samples held back over all lanes, to be drawn from.
             shuffle_bytes: tar bytes past which lanes hold back no more, over all lanes; 0 derives 512 MiB.
             epochs: passes over each source that does not repeat; None never ends.
-            threads: decoding threads; None derives one per CPU.
-            processes: decoding processes, started by spawn, in place of threads; None derives 0.
+            threads: decoding threads; None derives one per CPU of this rank's share of the machine.
+            processes: decoding processes in place of threads; None derives as many where the shape has audio or video and
+                `options.isolate` is off, since those decoders get in each other's way in threads, and starts them once there has been
+                more than a little to decode; else 0.
             schema: which files are items, and how they relate.
             options: limits of the decoders.
             on_error: "quarantine" counts what cannot be read or decoded and goes on without it, "raise" stops there.
@@ -93,24 +105,29 @@ class ShardStream:
             max_edges: edges that each edge set of a batch holds; 0 derives 8 per segment.
             late_interaction: its query tokens, documents and document tokens become capacities of a batch.
             retry: how often, and how patiently, a broken read of a remote shard is tried again; no part of the manifest.
+            cache: where whole remote shards are kept on this machine; no part of the manifest.
+            max_quarantined: things left out past which the stream ends with `QuarantineFullError`: how many (an integer; the same thing in
+                a later epoch counts once), or which share of the samples read (a number between 0 and 1). None sets no bound.
+            quarantine_probation: samples read before a share is judged; it is judged at the end of the data, too.
 
         Raises:
             ValueError: an argument is out of range, or a pattern names no shard.
         """
-        require_count("ShardStream", "world_size", world_size, 1)
-        require_count("ShardStream", "rank", rank, 0, world_size - 1)
-        require_count("ShardStream", "lanes", lanes, 0)
-        require_count("ShardStream", "shuffle", shuffle, 0)
-        require_count("ShardStream", "shuffle_bytes", shuffle_bytes, 0, 2**63 - 1)
-        require_count("ShardStream", "seed", seed, 0, 2**64 - 1)
-        require_count("ShardStream", "threads", 1 if threads is None else threads, 1, 4096)
-        require_count("ShardStream", "processes", 0 if processes is None else processes, 0, 4096)
+        world_size = require_count("ShardStream", "world_size", world_size, 1)
+        rank = require_count("ShardStream", "rank", rank, 0, world_size - 1)
+        lanes = require_count("ShardStream", "lanes", lanes, 0)
+        shuffle = require_count("ShardStream", "shuffle", shuffle, 0)
+        shuffle_bytes = require_count("ShardStream", "shuffle_bytes", shuffle_bytes, 0, 2**63 - 1)
+        seed = require_count("ShardStream", "seed", seed, 0, 2**64 - 1)
+        threads = None if threads is None else require_count("ShardStream", "threads", threads, 1, 4096)
+        processes = None if processes is None else require_count("ShardStream", "processes", processes, 0, 4096)
         if on_error not in ("quarantine", "raise"):
             raise ValueError(f'ShardStream.on_error is {on_error!r}: it must be "quarantine" or "raise"')
         self._arguments: dict[str, Any] = {
             "seed": seed, "lanes": lanes, "shuffle": shuffle, "shuffle_bytes": shuffle_bytes, "epochs": epochs, "threads": threads,
             "processes": processes, "schema": schema, "options": options, "on_error": on_error, "quarantine": quarantine,
             "window": window, "max_edges": max_edges, "late_interaction": late_interaction, "retry": retry,
+            "cache": cache, "max_quarantined": max_quarantined, "quarantine_probation": quarantine_probation,
         }  # fmt: skip
         self.shape = shape.resolved()
         self.rank = rank
@@ -134,6 +151,7 @@ class ShardStream:
         self._failure: Exception | None = None
         self._exhausted = False
         self._closed = False
+        self._told = False
 
     def _configured(self, lanes: int) -> FeedConfig:
         given = self._arguments
@@ -148,8 +166,8 @@ class ShardStream:
             shuffle_bytes=given["shuffle_bytes"] or DEFAULT_SHUFFLE_BYTES,
             epochs=given["epochs"],
         )
-        schema: Schema = given["schema"] or Schema()
-        options: DecodeOptions = given["options"] or DecodeOptions()
+        schema: Schema = given["schema"]
+        options: DecodeOptions = given["options"]
         late = given["late_interaction"]
         manifest = Manifest(
             sources=tuple(
@@ -163,7 +181,8 @@ class ShardStream:
             schema=schema.to_dict(),
             shape=_plain(self.shape),
             options={
-                "decode": _plain(options),
+                # Where an item is decoded changes nothing that it becomes.
+                "decode": {name: value for name, value in _plain(options).items() if name != "isolate"},
                 "window": given["window"],
                 "max_edges": given["max_edges"],
                 "late_interaction": None if late is None else {name: getattr(late, name) for name in _LATE_CAPACITIES},
@@ -172,8 +191,9 @@ class ShardStream:
         return FeedConfig(
             plan=plan, urls=self._urls, manifest=manifest.to_json(), shape=self.shape, schema=schema, options=options,
             window=given["window"], max_edges=given["max_edges"], late_interaction=late, rank=self.rank, world_size=self.world_size,
-            threads=given["threads"] or os.cpu_count() or 1, processes=given["processes"] or 0, on_error=given["on_error"],
-            retry=given["retry"] or RetryPolicy(),
+            **derived_workers(given["threads"], given["processes"], self.shape, options.isolate), on_error=given["on_error"],
+            retry=given["retry"] or RetryPolicy(), cache=given["cache"],
+            budget=Budget(max_quarantined=given["max_quarantined"], quarantine_probation=given["quarantine_probation"]),
         )  # fmt: skip
 
     @property
@@ -240,12 +260,12 @@ class ShardStream:
         self._feed = Feed(config, self._ledger, share)
         # Dealt anew, this rank's own state is known once its bags have been put into an empty packer: when first asked for.
         self._loaded, self._state = state, None if share.packer is None else self._feed.state()
-        self._failure, self._exhausted = None, False
+        self._failure, self._exhausted, self._told = None, False, False
 
     def split(self, number: int, count: int) -> "ShardStream":
         """The same stream for part `number` of `count` of this rank's lanes: what one of several reading processes owns."""
-        require_count("ShardStream.split", "count", count, 1)
-        require_count("ShardStream.split", "number", number, 0, count - 1)
+        count = require_count("ShardStream.split", "count", count, 1)
+        number = require_count("ShardStream.split", "number", number, 0, count - 1)
         return ShardStream(
             self._sources, self.shape, rank=self.rank * count + number, world_size=self.world_size * count, **self._arguments
         )
@@ -277,46 +297,43 @@ class ShardStream:
             # No batch has left since a state was loaded, or ever: the position is known to the feed alone.
             self._state = self.state
             self._stop()
-            self._tell_end()
+            self._tell_end("end of the data")
+            try:
+                self._ledger.quarantine.check_end(self._config.budget, self._ledger.samples)
+            except QuarantineFullError as error:
+                self._failure = error
+                raise
             raise StopIteration
         self._state, self._loaded = batch.state, None
         return batch
 
-    def _tell_end(self) -> None:
+    def _tell_end(self, what: str) -> None:
+        """Sums up, once, what was read and what was lost."""
+        if self._told:
+            return
+        self._told = True
         ledger = self._ledger
         losses = ledger.losses()
         if not ledger.batches and self._loaded is None:
-            logger.warning("end of the data without one batch, after %d samples: %s", ledger.samples, losses or "they hold no files")
-        elif ledger.quarantine.total or ledger.unfit_bags:
-            logger.warning("end of the data: %s", losses)
+            logger.warning("%s without one batch, after %d samples: %s", what, ledger.samples, losses or "they hold no files")
+        else:
+            level = logging.WARNING if ledger.quarantine.total or ledger.unfit_bags else logging.INFO
+            logger.log(level, "%s: %d batches of %d samples; %s", what, ledger.batches, ledger.samples, losses or "nothing was left out")
 
-    def stats(self) -> dict[str, dict[str, float]]:
-        """What each stage has done so far, and how long it worked and waited.
+    def stats(self) -> dict[str, Any]:
+        """What each stage has done so far, and what the stream waits for.
 
-        `read`: drawing, reading and labelling samples. `decode`: workers and inline texts; `wait_s` is how long the packer waited for
-        them, so a stream that waits is limited by decoding. `pack`: placing bags and writing batches; `unfit_bags` are samples whose
+        `limiting_stage` names the stage that the others wait for: "read", "decode", "pack", or "consumer", which is whoever asks for the
+        batches; empty before the first batch. Each of `read` (draws samples, reads and labels them), `decode` (workers, and texts inline)
+        and `pack` (places bags, writes batches) has `busy_s`, summed over workers, `wait_input_s`, what it waited for input, `wait_room_s`,
+        what it waited because enough lay ahead or nobody asked, and `bytes` with `bytes_per_s` of `elapsed_s`. Of `decode`,
+        `in_flight_bytes` are held now between the draw and the packer, `peak_bytes` at most; of `pack`, `unfit_bags` are samples whose
         items, `unfit_items` in all, can fit no batch of the shape.
         """
-        ledger, feed = self._ledger, self._feed
-        ahead = feed.ahead if feed is not None else None
-        worked_s = ledger.worked_s + (ahead.worked_s if ahead else 0.0)
-        waited_s = ledger.waited_s + (ahead.waited_s if ahead else 0.0)
-        return {
-            "read": {"busy_s": ledger.read_s, "samples": ledger.samples, "bytes": ledger.read_bytes},
-            "decode": {
-                "busy_s": worked_s + ledger.inline_s,
-                "wait_s": waited_s,
-                "workers": ahead.workers if ahead else 0,
-                "in_flight_bytes": ahead.in_flight_bytes if ahead else 0,
-                "peak_bytes": max(ledger.peak_bytes, ahead.peak_bytes if ahead else 0),
-            },
-            "pack": {
-                "busy_s": ledger.pack_s,
-                "batches": ledger.batches,
-                "unfit_bags": ledger.unfit_bags,
-                "unfit_items": ledger.unfit_items,
-            },
-        }
+        feed = self._feed
+        if feed is not None:
+            feed.settle()
+        return self._ledger.stats(feed.ahead.workers if feed else 0, feed.ahead.in_flight_bytes if feed else 0)
 
     def _stop(self) -> None:
         feed, self._feed = self._feed, None
@@ -324,9 +341,11 @@ class ShardStream:
             feed.close()
 
     def close(self) -> None:
-        """Joins every thread and process and closes the quarantine log; safe to call again."""
+        """Joins every thread and process, sums up what was left out and closes the quarantine log; safe to call again."""
         self._closed = True
         self._stop()
+        if self._ledger.batches:
+            self._tell_end("closed before the end of the data")
         if not isinstance(self._arguments["quarantine"], Quarantine):
             self._ledger.quarantine.close()
 
@@ -345,6 +364,22 @@ class ShardStream:
         begun = self._state is not None or self._loaded is not None
         state = self.state.to_bytes() if begun else None
         return _rebuilt, (self._sources, self.shape, self.rank, self.world_size, self._arguments, state)
+
+
+def derived_workers(threads: int | None, processes: int | None, shape: BatchShape, isolate: bool) -> dict[str, Any]:
+    """What decodes: `threads`, `processes` and `processes_after_s` of a `FeedConfig`, derived where they are None."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    cpus = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+    # Ranks of one machine share it; torchrun says how many they are.
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    share = max(1, cpus // max(1, int(ranks) if ranks.isdigit() else 1))
+    after_s = 0.0
+    if processes is None:
+        # Isolated, these decoders have processes already; threads that wait for them do not get in each other's way.
+        slow = not isolate and (shape.is_live(Modality.AUDIO) or shape.is_live(Modality.VIDEO))
+        processes = share if threads is None and slow and share > 1 else 0
+        after_s = PROCESSES_AFTER_S
+    return {"threads": threads or share, "processes": processes, "processes_after_s": after_s}
 
 
 def _rebuilt(

@@ -11,9 +11,10 @@ from io import BytesIO
 from typing import NamedTuple, Protocol
 from zlib import adler32
 
+from treadle.pipeline.tar_bulk import Member, Members, PlainHeaders, count_files
 from treadle.pipeline.tar_header import BLOCK_BYTES, Extension, TarError, checked_size, cut_header, header_name, parse_pax, text_of
 
-__all__ = ["CHUNK_BYTES", "MAX_MEMBER_BYTES", "Block", "ForwardStream", "Member", "MemberReader", "TarError"]
+__all__ = ["CHUNK_BYTES", "MAX_MEMBER_BYTES", "Block", "ForwardStream", "Member", "MemberReader", "Members", "TarError"]
 
 CHUNK_BYTES = 1 << 20
 """What is read and parsed at a time. A member that passes it is gathered on its own."""
@@ -30,6 +31,9 @@ MAX_EXTENSIONS_BYTES = 4 << 20
 MAX_MEMBER_BYTES = 1 << 30
 """A longer member is refused as `too_large`; its bytes are skipped, not held."""
 
+MAX_REST_BYTES = 64 << 20
+"""Bytes past a damage that are looked through to count what is lost."""
+
 _ZERO_BLOCK = bytes(BLOCK_BYTES)
 _ZERO_RUN = bytes(1 << 14)
 """Zeros that are passed at a time: block by block, a packed shard of nothing else takes minutes a GiB."""
@@ -39,24 +43,12 @@ _PAX_LOCAL, _PAX_SOLARIS, _PAX_GLOBAL = b"xXg"
 _EXTENSIONS = frozenset((_GNU_LONG_NAME, _GNU_LONG_LINK, _PAX_LOCAL, _PAX_SOLARIS, _PAX_GLOBAL))
 
 
-class Member(NamedTuple):
-    """A regular file of an archive. Offsets are bytes of the (unpacked) stream."""
-
-    name: str
-    header_offset: int
-    """Where its headers begin, extension headers included."""
-    offset: int
-    """Where its content begins."""
-    size: int
-    """Bytes of content."""
-
-
 class Block(NamedTuple):
     """Members parsed together; the content of one is `buffer[m.offset - base:][:m.size]`, empty where it was skipped."""
 
     buffer: bytes
     base: int
-    members: list[Member]
+    members: Members
 
 
 class ForwardStream(Protocol):
@@ -126,6 +118,11 @@ class MemberReader:
         self._need = 0
         self._long: Member | None = None
         self._error: TarError | None = None
+        self._rest = b""
+
+    def pace(self, chunk_bytes: int) -> None:
+        """How many bytes are read at a time from now on."""
+        self._chunk_bytes = max(chunk_bytes, 2 * BLOCK_BYTES)
 
     def blocks(self) -> Iterator[Block]:
         """The members, a chunk at a time.
@@ -139,6 +136,7 @@ class MemberReader:
             if members:
                 yield Block(buffer, base, members)
             if self._error is not None:
+                self._rest = buffer[self._error.offset - base + BLOCK_BYTES :]
                 raise self._error
             if self._long is not None:
                 member, self._long = self._long, None
@@ -167,7 +165,22 @@ class MemberReader:
             buffer = kept + piece if kept else piece
             final = len(buffer) <= rest
 
-    def whole(self, buffer: bytes, base: int) -> list[Member]:
+    def rest(self) -> str:
+        """What a damage, just raised, leaves behind it: how many files, in how many bytes, of the next `MAX_REST_BYTES`."""
+        files, size, piece = 0, 0, self._rest
+        self._rest = b""
+        while piece and size < MAX_REST_BYTES:
+            files += count_files(piece)
+            size += len(piece)
+            try:
+                piece = self._stream.read(CHUNK_BYTES)
+            except Exception:  # what is left cannot be read either, whatever the reason: it is left out as it is
+                break
+        if not size:
+            return ""
+        return f"; the rest is left out: {files} files whose headers are whole, in {'the first ' if piece else ''}{size} bytes"
+
+    def whole(self, buffer: bytes, base: int) -> Members:
         """The members of a part of an archive, `buffer`, which begins at byte `base`.
 
         Raises:
@@ -206,26 +219,34 @@ class MemberReader:
             raise _cut(member, have)
         self._zeros = 0
         self.end = member.offset + have
-        return Block(content, member.offset, [member]), self.end
+        members = Members()
+        members.append(*member)
+        return Block(content, member.offset, members), self.end
 
     def _limit(self, header_offset: int, size: int) -> None:
         if size > self._max_member_bytes:
             self.refused[header_offset] = ("too_large", f"a file of {size} bytes; at most {self._max_member_bytes} are read")
 
-    def _parse(self, buffer: bytes, base: int, final: bool) -> tuple[list[Member], int]:
+    def _parse(self, buffer: bytes, base: int, final: bool) -> tuple[Members, int]:
         """Every member that `buffer`, at stream offset `base`, holds whole, and how many bytes were used.
 
         An error is left in `self._error`, so that the members before it are given first.
         """
-        members: list[Member] = []
-        append = members.append
-        new, adler, most = tuple.__new__, adler32, self._max_member_bytes
+        members = Members()
+        append, adler, most = members.append, adler32, self._max_member_bytes
         position = start = 0
         end, zeros = len(buffer), self._zeros
         extension = Extension(self.shared) if self.shared else None
+        plain: PlainHeaders | None = None
         self._need = BLOCK_BYTES
         try:
             while position + BLOCK_BYTES <= end:
+                if extension is None and buffer[position + 156] == 0x30 and start == position:
+                    plain = plain or PlainHeaders(buffer, base, most)
+                    position = plain.take(position, members)
+                    if position > start:
+                        start, zeros = position, 0
+                        continue
                 header = buffer[position : position + BLOCK_BYTES]
                 try:
                     size = int(header[124:135], 8)
@@ -265,7 +286,7 @@ class MemberReader:
                             stop = self._short(text_of(name), base, start, data, size, end, final)
                         if size > most:
                             self._limit(base + start, size)
-                        append(new(Member, (str(name, "utf-8", "surrogateescape"), base + start, base + data, size)))
+                        append(str(name, "utf-8", "surrogateescape"), base + start, base + data, size)
                         position = stop
                     else:
                         position = data
@@ -337,7 +358,7 @@ class MemberReader:
         return stop
 
     def _other(
-        self, buffer: bytes, base: int, start: int, position: int, size: int, extension: Extension, final: bool, members: list[Member]
+        self, buffer: bytes, base: int, start: int, position: int, size: int, extension: Extension, final: bool, members: Members
     ) -> int:
         """Takes in a file with extension headers, of GNU's sparse type, or of a type unknown, which POSIX counts as a file."""
         header, data, end = buffer[position : position + BLOCK_BYTES], position + BLOCK_BYTES, len(buffer)
@@ -366,7 +387,7 @@ class MemberReader:
         if stop > end:
             stop = self._short(name, base, start, data, size, end, final)
         self._limit(base + start, size)
-        members.append(Member(name, base + start, base + data, size))
+        members.append(name, base + start, base + data, size)
         return stop
 
 

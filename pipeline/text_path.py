@@ -5,85 +5,84 @@ labelled; the following ones differ in their bytes and their ids alone. The resu
 microseconds in place of a hundred.
 """
 
-from typing import NamedTuple
-
 import numpy as np
-from numpy.typing import NDArray
 
-from treadle.decoders import DecodeOptions, Payload
-from treadle.pipeline.bag import DecodedBag, RelationColumns, relation_columns
-from treadle.pipeline.samples import SampleError, Schema, item_ids
+from treadle.decoders import DecodeError, DecodeOptions, decode
+from treadle.pipeline.bag import DecodedBag, TextBag, TextForm, relation_columns
+from treadle.pipeline.identity import mixed
+from treadle.pipeline.samples import SampleError, Schema
 from treadle.pipeline.shards import RawSample
-from treadle.shape import BatchShape
+from treadle.shape import BatchShape, Modality
 
 MAX_FORMS = 4096
 """Sets of field names that are remembered; data with more takes the general way for the rest."""
 
 
-class _Form(NamedTuple):
-    """How samples with these field names are labelled."""
-
-    modalities: list[int]
-    items: list[int]
-    temperature_groups: list[int]
-    sides: list[int]
-    choices: list[bytes]
-    choice_targets: list[NDArray[np.float32]]
-    relations: RelationColumns
-
-
 class TextPath:
-    """Answers the bag of a sample of texts that fit a row, and None for every other sample."""
+    """Answers the bag of a sample of texts, and None for every other sample."""
 
     def __init__(self, schema: Schema, shape: BatchShape, options: DecodeOptions) -> None:
         self._schema = schema
         self._shape = shape
-        self._longest = min(shape.token_capacity(), options.max_input_bytes)
-        self._forms: dict[tuple[str, ...], _Form | None] = {}
+        self._options = options
+        self._capacity = shape.token_capacity()
+        self._longest = min(self._capacity, options.max_input_bytes)
+        self._forms: dict[tuple[str, ...], TextForm | None] = {}
 
-    def bag(self, sample: RawSample, sample_id: int) -> DecodedBag | None:
-        """What schema and decoder would make of the sample, or None where they have to."""
+    def bag(self, sample: RawSample, seed: int) -> DecodedBag | None:
+        """What schema and decoder would make of the sample whose id `seed` is mixed to, or None where they have to."""
         fields = sample.fields
-        longest = self._longest
-        for field in fields:
-            if not 0 < len(field.data) <= longest:
+        names: tuple[str, ...]
+        texts: tuple[bytes, ...]
+        lengths: tuple[int, ...]
+        if len(fields) == 1:
+            # Captions alone, as a rule: one field, in locals.
+            name, _, text = fields[0]
+            names = (name,)
+            form = self._forms.get(names)
+            size = len(text)
+            if form is None or not 0 < size <= self._longest or sample.problem is not None:
+                return self._general(names, sample, seed)
+            lengths, texts = (size + 1,), (text,)
+        else:
+            names = tuple([field.name for field in fields])
+            form = self._forms.get(names)
+            texts = tuple([field.data for field in fields])
+            lengths = tuple([len(text) + 1 for text in texts])
+            if form is None or sample.problem is not None or min(lengths) < 2 or max(lengths) - 1 > self._longest:
+                return self._general(names, sample, seed)
+        return TextBag(form, texts, lengths, seed)
+
+    def _general(self, names: tuple[str, ...], sample: RawSample, seed: int) -> DecodedBag | None:
+        """The same for the first sample of a set of names, and for texts that do not fit a row."""
+        most = self._options.max_input_bytes
+        for field in sample.fields:
+            if not 0 < len(field.data) <= most:
                 return None
-        names = (fields[0].name,) if len(fields) == 1 else tuple([field.name for field in fields])
         try:
             form = self._forms[names]
         except KeyError:
-            form = self._learn(names, sample, sample_id)
+            form = self._learn(names, sample, seed)
         if form is None or sample.problem is not None:
             return None
-        payloads: list[Payload] = []
-        lengths: list[int] = []
-        for field in fields:
-            array = np.frombuffer(field.data, np.uint8)
-            size = len(array)
-            payloads.append(Payload(array, (size, 1, 1), (1, 1, size)))
-            lengths.append(size + 1)
-        modalities, items, temperature_groups, sides, choices, choice_targets, relations = form
-        # The group of a sample without another is its id, as a signed integer other than zero.
-        group = (sample_id - 2**64 if sample_id >= 2**63 else sample_id) or 1
-        return DecodedBag(
-            modalities=modalities,
-            payloads=payloads,
-            lengths=lengths,
-            items=items,
-            ids=item_ids(sample_id, len(fields)),
-            groups=[group] * len(fields),
-            temperature_groups=temperature_groups,
-            sides=sides,
-            choices=choices,
-            choice_targets=choice_targets,
-            relations=relations,
-        )
+        texts: list[bytes] = []
+        for field in sample.fields:
+            data = field.data
+            if len(data) > self._capacity:
+                try:
+                    data = decode(Modality.TEXT, data, self._shape, self._options).array.tobytes()
+                except DecodeError:
+                    return None
+            texts.append(data)
+        bag = TextBag(form, tuple(texts), tuple([len(text) + 1 for text in texts]), seed)
+        bag.cuts = [len(text) < len(field.data) for text, field in zip(texts, sample.fields, strict=True)]
+        return bag
 
-    def _learn(self, names: tuple[str, ...], sample: RawSample, sample_id: int) -> _Form | None:
+    def _learn(self, names: tuple[str, ...], sample: RawSample, seed: int) -> TextForm | None:
         if len(self._forms) >= MAX_FORMS or sample.problem is not None or not names:
             return None
         try:
-            labelled = self._schema.bag(sample, 0, 0, sample_id, self._shape)
+            labelled = self._schema.bag(sample, 0, 0, mixed(seed), self._shape)
         except SampleError:
             return None
         items, count = labelled.items, len(labelled.items)
@@ -91,7 +90,7 @@ class TextPath:
         # Content labels a sample through its relations and its group field; what is left out has to be counted.
         plain = count == len(names) and not labelled.left_out and self._schema.group_field is None and items.choices is None
         if plain and not items.modalities.any():
-            form = _Form(
+            form = TextForm(
                 modalities=items.modalities.tolist(),
                 items=list(range(count)),
                 temperature_groups=[0] * count if items.temperature_groups is None else items.temperature_groups.tolist(),

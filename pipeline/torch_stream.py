@@ -87,7 +87,7 @@ class TorchStream(Batches):
 
     def loader(self, *, num_workers: int = 0, prefetch_factor: int | None = None, **options: Any) -> Iterator[PackedBatch]:
         """The batches through a DataLoader, observed as they are handed out."""
-        require_count("TorchStream.loader", "num_workers", num_workers, 0)
+        num_workers = require_count("TorchStream.loader", "num_workers", num_workers, 0)
         loader: DataLoader[PackedBatch] = DataLoader(
             self, batch_size=None, num_workers=num_workers, prefetch_factor=prefetch_factor, **options
         )

@@ -9,7 +9,7 @@ from treadle.pipeline.batch import PackedBatch
 from treadle.pipeline.feed import OnStreamError
 from treadle.pipeline.layout import LateInteractionCapacities
 from treadle.pipeline.packer import Packer
-from treadle.pipeline.prepare import Outcome, Place, Preparer
+from treadle.pipeline.prepare import Place, Preparer, Read
 from treadle.pipeline.quarantine import Quarantine
 from treadle.pipeline.samples import Schema, sample_id
 from treadle.pipeline.shards import RawField, RawSample
@@ -53,8 +53,7 @@ def _packed(
     seen: Counter[str] = Counter()
     for number, sample in enumerate(dataset):
         url, raw = _raw_sample(sample, number, seen)
-        labelled = preparer.label(raw, Place(0, 0, url, sample_id(url, raw.index)))
-        outcome = labelled if isinstance(labelled, Outcome) else preparer(labelled)
+        outcome = preparer(Read(Place(0, 0, url, sample_id(url, raw.index)), raw))
         for error, member, offset in outcome.problems():
             if on_error == "raise":
                 error.add_note(f"in sample {raw.key!r} of {url or 'the dataset'}{f', member {member!r}' if member else ''}")

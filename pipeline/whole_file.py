@@ -7,6 +7,7 @@ writer holds a lock on its file.
 import fcntl
 import os
 import secrets
+import shutil
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,11 +23,9 @@ def whole_file(path: str | os.PathLike[str]) -> Generator[BinaryIO]:
     """
     target = Path(os.path.realpath(path))
     _remove_abandoned(target)
-    beside = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
-    descriptor = os.open(beside, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
+    beside, descriptor = _locked(target)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -35,6 +34,42 @@ def whole_file(path: str | os.PathLike[str]) -> Generator[BinaryIO]:
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
+
+
+def _locked(target: Path) -> tuple[Path, int]:
+    """A new file beside `target`, under our lock."""
+    while True:
+        beside = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
+        descriptor = os.open(beside, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            # Between the two calls another writer may have taken it for an abandoned one.
+            if os.fstat(descriptor).st_nlink:
+                return beside, descriptor
+        except BaseException:
+            os.close(descriptor)
+            beside.unlink(missing_ok=True)
+            raise
+        os.close(descriptor)
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Gives a file a second name, replacing what had it: a link where the file system has them, else a copy. One process at a time.
+
+    Raises:
+        OSError: the folder or the disk refused it.
+    """
+    part = target.with_name(f".{target.name}.{os.getpid()}.part")
+    for leftover in target.parent.glob(f".{target.name.replace('[', '[[]')}.*.part"):
+        leftover.unlink(missing_ok=True)
+    try:
+        try:
+            os.link(source, part)
+        except OSError:
+            shutil.copyfile(source, part)
+        os.replace(part, target)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def sync_folder(folder: Path) -> None:

@@ -3,9 +3,11 @@
 A field left at zero is derived; `resolved()` returns the shape with nothing left to derive.
 """
 
-from dataclasses import dataclass, field, replace
+import operator
+from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
-from typing import Self
+from numbers import Integral, Real
+from typing import Any, Self
 
 ALIGNMENT_BYTES = 16
 """Every payload on a batch's tape starts at a multiple of this."""
@@ -87,16 +89,28 @@ class LateInteractionSide(_NamedEnum):
     QUERY_AND_DOCUMENT = 3
 
 
-def require_count(owner: str, name: str, value: object, least: int = 0, most: int = 2**31 - 1) -> None:
-    """Checks an integer field.
+def require_count(owner: str, name: str, value: object, least: int = 0, most: int = 2**31 - 1) -> int:
+    """Checks an integer argument, numpy's integers too, and answers it as Python's own.
 
     Raises:
         ValueError: `value` is not an integer between `least` and `most`.
     """
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise ValueError(f"{owner}.{name} is {value!r}: it must be an integer from {least} to {most}")
-    if not least <= value <= most:
-        raise ValueError(f"{owner}.{name} is {value}: it must lie between {least} and {most}")
+    count = operator.index(value)
+    if not least <= count <= most:
+        raise ValueError(f"{owner}.{name} is {count}: it must lie between {least} and {most}")
+    return count
+
+
+def settle_numbers(configuration: Any) -> None:
+    """Makes Python's own numbers of numpy's in the fields of a frozen configuration: they never overflow and have a JSON form."""
+    for entry in fields(configuration):
+        value = getattr(configuration, entry.name)
+        if isinstance(value, Integral) and not isinstance(value, int):
+            object.__setattr__(configuration, entry.name, operator.index(value))
+        elif isinstance(value, Real) and not isinstance(value, Integral | float):
+            object.__setattr__(configuration, entry.name, float(value))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,6 +123,7 @@ class ImageShape:
     """Channels of a pixel: 1 (luma), 3 (RGB) or 4 (RGBA); 0 derives 4."""
 
     def __post_init__(self) -> None:
+        settle_numbers(self)
         require_count("ImageShape", "patch_side", self.patch_side, 0, 1024)
         require_count("ImageShape", "channels", self.channels, 0, 4)
         if self.channels == 2:
@@ -143,6 +158,7 @@ class VideoShape:
     """Channels of a pixel: 1, 3 or 4; 0 derives 3."""
 
     def __post_init__(self) -> None:
+        settle_numbers(self)
         require_count("VideoShape", "patch_side", self.patch_side, 0, 1024)
         require_count("VideoShape", "tube_frames", self.tube_frames, 0, 64)
         require_count("VideoShape", "frame_stride", self.frame_stride, 0, 10_000)
@@ -180,6 +196,7 @@ class AudioShape:
     """Rate that every recording is resampled to, Hz; 0 derives 16000."""
 
     def __post_init__(self) -> None:
+        settle_numbers(self)
         require_count("AudioShape", "chunk_samples", self.chunk_samples, 0, 1_000_000)
         require_count("AudioShape", "sample_rate", self.sample_rate, 0, 768_000)
 
@@ -217,6 +234,7 @@ class BatchShape:
     audio: AudioShape = field(default_factory=AudioShape)
 
     def __post_init__(self) -> None:
+        settle_numbers(self)
         require_count("BatchShape", "max_rows_per_device", self.max_rows_per_device, 1, 2**20)
         require_count("BatchShape", "max_segments_per_device", self.max_segments_per_device, 1, 2**24)
         require_count("BatchShape", "max_columns_per_row", self.max_columns_per_row, 2, 2**20)

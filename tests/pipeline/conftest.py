@@ -2,10 +2,12 @@
 
 import io
 import random
+import ssl
 import tarfile
 import threading
 import wave
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -162,6 +164,129 @@ def site_fixture() -> Iterator[Site]:
         yield site
         site.shutdown()
         thread.join()
+
+
+class Faulty(ThreadingHTTPServer):
+    """Serves `files`, and `body` in place of any other; each request is first offered to `faults`, which pops what is to happen instead."""
+
+    daemon_threads = True
+
+    def __init__(self, context: ssl.SSLContext | None = None) -> None:
+        super().__init__(("127.0.0.1", 0), FaultyHandler)
+        self.context = context
+        self.body = bytes(range(256)) * 1000
+        self.files: dict[str, bytes] = {}
+        self.etag: str | None = '"one"'
+        self.ranges = True
+        self.faults: list[Callable[[FaultyHandler], None]] = []
+        self.always: Callable[[FaultyHandler], None] | None = None
+        self.asked: list[tuple[str, str | None]] = []
+        """Path and range of each request."""
+        self.headers: list[Mapping[str, str]] = []
+        """Its headers."""
+
+    def get_request(self) -> tuple[Any, Any]:
+        connected, address = super().get_request()
+        if self.context is not None:
+            # The handshake is left to the thread of the connection.
+            connected = self.context.wrap_socket(connected, server_side=True, do_handshake_on_connect=False)
+        return connected, address
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Clients leave in mid-answer here; that is the point."""
+
+    @property
+    def port(self) -> int:
+        return int(self.server_address[1])
+
+    @property
+    def url(self) -> str:
+        return (
+            f"{'http' if self.context is None else 'https'}://{'127.0.0.1' if self.context is None else 'localhost'}:{self.port}/shard.tar"
+        )
+
+
+class FaultyHandler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    @property
+    def owner(self) -> Faulty:
+        assert isinstance(self.server, Faulty)
+        return self.server
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Says nothing."""
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        owner = self.owner
+        owner.asked.append((self.path, self.headers.get("Range")))
+        owner.headers.append(dict(self.headers))
+        if owner.always is not None:
+            owner.always(self)
+        elif owner.faults:
+            owner.faults.pop(0)(self)
+        else:
+            self.serve()
+
+    def serve(self, *, cut: int | None = None, lie: int = 0, etag: str | None = None) -> None:
+        """Answers the range asked for; `cut` bytes of it only, with a length that is `lie` bytes too long."""
+        body = self.owner.files.get(self.path, self.owner.body)
+        start, stop = 0, len(body)
+        asked = self.headers.get("Range")
+        if asked and self.owner.ranges:
+            first, _, last = asked.removeprefix("bytes=").partition("-")
+            start, stop = int(first), min(len(body), int(last) + 1)
+            if start >= len(body):
+                self.answer(416, {"Content-Range": f"bytes */{len(body)}"})
+                return
+            self.send_response(206)
+            self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{len(body)}")
+        else:
+            self.send_response(200)
+        self.send_header("Content-Length", str(stop - start + lie))
+        found = etag or self.owner.etag
+        if found:
+            self.send_header("ETag", found)
+        self.end_headers()
+        self.wfile.write(b"" if self.command == "HEAD" else body[start:stop][:cut])
+        if cut is not None or lie:
+            self.wfile.flush()
+            self.close_connection = True
+
+    def answer(self, status: int, headers: Mapping[str, str] | None = None, body: bytes = b"") -> None:
+        self.send_response(status)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(b"" if self.command == "HEAD" else body)
+
+
+@contextmanager
+def serve_faults(context: ssl.SSLContext | None = None) -> Generator[Faulty]:
+    with Faulty(context) as found:
+        thread = threading.Thread(target=found.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield found
+        finally:
+            found.shutdown()
+            thread.join()
+
+
+@pytest.fixture(name="serving")
+def serving_fixture() -> Callable[..., Any]:
+    """Serves for the length of a `with` block."""
+    return serve_faults
+
+
+@pytest.fixture(name="server")
+def server_fixture() -> Iterator[Faulty]:
+    with serve_faults() as found:
+        yield found
 
 
 @pytest.fixture(name="tars")

@@ -273,7 +273,7 @@ def test_every_truncation_is_refused() -> None:
         with pytest.raises(PackedError) as caught:
             batch_from_bytes(data[:size])
         assert caught.value.kind in ("truncated", "corrupt")
-    with pytest.raises(PackedError, match="1 bytes follow the last array"):
+    with pytest.raises(PackedError, match="1 bytes follow the last tensor"):
         batch_from_bytes(data + b"\0")
 
 
@@ -397,7 +397,7 @@ def test_headers_are_bounded_and_strict() -> None:
         (b'{"a":1}', "a: the header entry is no table"),
         (b'{"a":{"dtype":"F16","shape":[],"data_offsets":[0,0]}}', "a: dtype 'F16' is not one of"),
         (b'{"a":{"dtype":"U8","shape":[-1],"data_offsets":[0,0]}}', "a: shape .* is no list"),
-        (b'{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,3]}}', "a: bytes 0 to 3 do not hold uint8 of shape"),
+        (b'{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,3]}}', "a: bytes 0 to 3 do not hold U8 of shape"),
         (b'{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}', "a ends at byte 4 of 0"),
         (b'{"__metadata__":{"a":1}}', "__metadata__ is not a table of strings"),
         (b"{}", "the file holds no treadle.packed_batch"),

@@ -19,10 +19,10 @@ import pytest
 
 from treadle.decoders import DecodeError
 from treadle.pipeline.feed import NoSamplesError
+from treadle.pipeline.retry import RetryPolicy
 from treadle.pipeline.samples import SampleError, Schema
 from treadle.pipeline.shards import ShardError
 from treadle.pipeline.sources import Source
-from treadle.pipeline.storage import RetryPolicy
 from treadle.pipeline.stream import ShardStream
 from treadle.shape import BatchShape
 
@@ -207,7 +207,7 @@ def never_a_bag(tars: Any, folder: Path, why: str) -> tuple[str, dict[str, Any]]
         tars.write_shard(folder / "0.tar", [(f"k{index}", {"png": b"no picture"}) for index in range(20)])
     else:
         # 25 items of a sample, and 24 segments in a batch.
-        tars.write_shard(folder / "0.tar", [(f"k{index}", {f"{item}.txt": b"x" for item in range(25)}) for index in range(20)])
+        tars.write_shard(folder / "0.tar", [(f"k{index}", {f"t{item}.txt": b"x" for item in range(25)}) for index in range(20)])
     return str(folder / "0.tar"), {}
 
 
@@ -256,7 +256,7 @@ def test_a_finite_stream_without_a_bag_ends_with_a_warning(tars: Any, tmp_path: 
 
 
 def test_bags_that_fit_no_batch_are_counted_after_the_last_batch_too(tars: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    samples = [(f"k{index}", {"0.txt": b"x"} if index < 5 else {f"{item}.txt": b"x" for item in range(25)}) for index in range(7)]
+    samples = [(f"k{index}", {"t.txt": b"x"} if index < 5 else {f"t{item}.txt": b"x" for item in range(25)}) for index in range(7)]
     tars.write_shard(tmp_path / "0.tar", samples)
     # Each batch holds one bag, and leaves as soon as it is full: the two large bags come after the last.
     shape = BatchShape(max_rows_per_device=1, max_segments_per_device=24, max_columns_per_row=2)
@@ -265,7 +265,7 @@ def test_bags_that_fit_no_batch_are_counted_after_the_last_batch_too(tars: Any, 
     assert [batch.segments for batch in batches] == [1] * 5
     assert sum(batch.dropped for batch in batches) == 0
     assert (stream.stats()["pack"]["unfit_bags"], stream.stats()["pack"]["unfit_items"]) == (2, 50)
-    assert caplog.messages == ["end of the data: 2 samples (50 items) can fit no batch of this shape"]
+    assert caplog.messages == ["end of the data: 5 batches of 7 samples; 2 samples (50 items) can fit no batch of this shape"]
 
 
 @pytest.mark.parametrize(("lanes", "pack"), [(1, ""), (6, ""), (1, ".gz"), (6, ".gz")])

@@ -50,6 +50,7 @@ def test_contents_are_a_list_or_a_tape_and_are_not_copied() -> None:
     data[0] = ord("J")
     assert bytes(taped.content(0)) == b"Jello"
     assert bytes(StepItems([0], (b"abc", [1, 3])).content(0)) == b"bc"
+    assert bytes(StepItems([0], [memoryview(b"abcdef")[::2]]).content(0)) == b"ace"
     listed = StepItems([0, 0], (b"a", bytearray(b"b")))
     assert [bytes(listed.content(item)) for item in range(2)] == [b"a", b"b"]
     assert bytes(StepItems([0], [np.arange(3, dtype=np.uint8)]).content(0)) == b"\0\1\2"

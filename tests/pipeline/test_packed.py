@@ -1,16 +1,20 @@
 """Packed shards: what is written is read back in order, resumed from anywhere, and refused or skipped when damaged."""
 
+import errno
 import json
 import os
 import random
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
 from treadle.pipeline import BatchShape, PackedBatch, PackedReader, PackedWriter, Packer, StepItems
-from treadle.pipeline.packed import PackedPosition, read_index, state_digest
+from treadle.pipeline.packed import join_parts, read_part
+from treadle.pipeline.packed_index import PackedIndex
 from treadle.pipeline.tensor_file import PackedError
 
 SHAPE = BatchShape(max_rows_per_device=2, max_segments_per_device=8, max_columns_per_row=32)
@@ -20,26 +24,6 @@ def batches_of(count: int, seed: int = 0) -> list[PackedBatch]:
     rng = random.Random(seed)
     packer = Packer(SHAPE)
     return [packer.pack(StepItems([0] * 5, [rng.randbytes(rng.randint(1, 20)) for _ in range(5)])) for _ in range(count)]
-
-
-class State:
-    """What a batch carries, as far as packed shards look at it."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def to_bytes(self) -> bytes:
-        return self.name.encode()
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> "State":
-        return cls(data.decode())
-
-
-@pytest.fixture
-def plain_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stream states need a stream: here they are names."""
-    monkeypatch.setattr("treadle.pipeline.state.StreamState", State)
 
 
 def write(folder: Path, batches: list[PackedBatch], **named: Any) -> None:
@@ -68,9 +52,10 @@ def test_shards_are_plain_tars_and_the_index_says_what_they_hold(tmp_path: Path)
     with tarfile.open(tmp_path / "a" / "batches-000000.tar") as tar:
         assert tar.getnames() == ["00000000.safetensors", "00000001.safetensors", "00000002.safetensors"]
     index = json.loads((tmp_path / "a" / "index.json").read_text())
-    assert index["version"] == 1 and index["shape"]["max_columns_per_row"] == 32 and index["capacities"]["edges"] == 64
+    assert index["version"] == 2 and index["shape"]["max_columns_per_row"] == 32 and index["capacities"]["edges"] == 64
     first = index["shards"][0]
     assert first["batches"] == 3 and first["segments"] == sum(batch.segments for batch in batches[:3]) and first["states"] == [None] * 3
+    assert index["parts"] == 1 and index["complete"] is True and first["part"] == 0
     assert first["bytes"] == (tmp_path / "a" / "batches-000000.tar").stat().st_size
     assert first["fill"]["positions"] == pytest.approx(sum(batch.fill["positions"] for batch in batches[:3]) / 3)
 
@@ -82,39 +67,6 @@ def test_equal_batches_make_equal_bytes(tmp_path: Path) -> None:
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
 
-def test_reading_goes_on_from_any_position(tmp_path: Path) -> None:
-    batches = batches_of(8)
-    write(tmp_path / "a", batches, batches_per_shard=3)
-    reader = PackedReader(tmp_path / "a")
-    positions = [reader.position]
-    for _ in reader:
-        positions.append(reader.position)
-    assert positions[0] == PackedPosition(0, 0, 0) and len(set(positions)) == 9
-    for count, position in enumerate(positions):
-        again = PackedReader(tmp_path / "a")
-        again.load_position(position)
-        assert list(again) == batches[count:]
-    with pytest.raises(ValueError, match="lies outside these 3 shards"):
-        reader.load_position(PackedPosition(4, 0, 0))
-
-
-def test_reading_goes_on_after_the_batch_of_a_state(tmp_path: Path, plain_states: None) -> None:
-    batches = batches_of(5)
-    for number, batch in enumerate(batches):
-        batch.state = State(f"after {number}")  # type: ignore[assignment]  # a name instead of a stream's position
-    write(tmp_path / "a", batches, batches_per_shard=2)
-    read = list(PackedReader(tmp_path / "a"))
-    assert [batch.state.name for batch in read] == [f"after {number}" for number in range(5)]  # type: ignore[union-attr]
-    for number, batch in enumerate(batches):
-        reader = PackedReader(tmp_path / "a")
-        assert batch.state is not None
-        reader.load_state(batch.state)
-        assert reader.state is batch.state and list(reader) == batches[number + 1 :]
-    with pytest.raises(ValueError, match="no batch of these packed shards carries this stream state"):
-        PackedReader(tmp_path / "a").load_state(State("elsewhere"))  # type: ignore[arg-type]
-    assert state_digest(State("a")) != state_digest(State("b"))  # type: ignore[arg-type]
-
-
 def test_an_interrupted_writer_leaves_whole_shards_and_goes_on(tmp_path: Path) -> None:
     batches = batches_of(6)
     with pytest.raises(RuntimeError, match="stop"), PackedWriter(tmp_path / "a", batches_per_shard=2) as writer:
@@ -124,7 +76,7 @@ def test_an_interrupted_writer_leaves_whole_shards_and_goes_on(tmp_path: Path) -
         raise RuntimeError("stop")
     assert sorted(os.listdir(tmp_path / "a")) == ["batches-000000.tar", "batches-000001.tar", "index.json"]
     assert list(PackedReader(tmp_path / "a")) == batches[:4]
-    with pytest.raises(ValueError, match=r"a holds an index\.json: give another folder, or append=True"):
+    with pytest.raises(ValueError, match=r"a holds index\.json: give another folder, or append=True"):
         PackedWriter(tmp_path / "a")
     with PackedWriter(tmp_path / "a", batches_per_shard=2, append=True) as writer:
         assert writer.batches == 4
@@ -133,15 +85,79 @@ def test_an_interrupted_writer_leaves_whole_shards_and_goes_on(tmp_path: Path) -
     assert list(PackedReader(tmp_path / "a")) == batches
 
 
-def test_a_killed_writer_leaves_what_the_index_names(tmp_path: Path) -> None:
-    """A writer that never came to close: its open shard is a hidden file that no reader looks at."""
+def test_what_a_killed_writer_leaves_the_next_one_removes(tmp_path: Path) -> None:
+    """Its open shard is a hidden file that no reader looks at, and that nobody holds a lock on."""
+    code = (
+        "import os, sys; from treadle.pipeline import BatchShape, PackedWriter, Packer, StepItems; "
+        "shape = BatchShape(max_rows_per_device=2, max_segments_per_device=8, max_columns_per_row=32); "
+        "writer = PackedWriter(sys.argv[1], batches_per_shard=2); "
+        "[writer.write(Packer(shape).pack(StepItems([0], [b'text']))) for _ in range(3)]; os.kill(os.getpid(), 9)"
+    )
+    killed = subprocess.run([sys.executable, "-P", "-c", code, str(tmp_path)], check=False)
+    assert killed.returncode == -9
+    assert sum(name.startswith(".batches-000-") for name in os.listdir(tmp_path)) == 1
+    assert len(list(PackedReader(tmp_path))) == 2
+    with PackedWriter(tmp_path, append=True) as writer:
+        assert writer.batches == 2
+        writer.write(batches_of(1)[0])
+        hidden = [name for name in os.listdir(tmp_path) if name.startswith(".batches")]
+        assert len(hidden) == 1
+        # A living writer's file is locked, and so is its part.
+        with pytest.raises(ValueError, match="another process is writing into it"):
+            PackedWriter(tmp_path, append=True)
+    assert sorted(os.listdir(tmp_path)) == ["batches-000000.tar", "batches-000001.tar", "index.json"]
+    assert len(list(PackedReader(tmp_path))) == 3
+
+
+class Full:
+    """A file on a disk that has room for `left` more writes."""
+
+    def __init__(self, file: IO[bytes], left: int) -> None:
+        self.file, self.left = file, left
+
+    def write(self, data: bytes) -> int:
+        self.left -= 1
+        if self.left < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return self.file.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+
+@pytest.mark.parametrize("left", [0, 1, 5])
+def test_a_full_disk_closes_the_writer_and_drops_the_open_shard(left: int, tmp_path: Path) -> None:
+    """A part of a batch may be in the file: a batch that followed it would lie where no index looks."""
     batches = batches_of(5)
-    writer = PackedWriter(tmp_path / "a", batches_per_shard=2)
-    for batch in batches:
+    writer = PackedWriter(tmp_path, batches_per_shard=2)
+    for batch in batches[:3]:
         writer.write(batch)
-    assert list(PackedReader(tmp_path / "a")) == batches[:4]
-    assert sum(name.startswith(".batches-") for name in os.listdir(tmp_path / "a")) == 1
+    assert writer._file is not None
+    writer._file = Full(writer._file, left)  # type: ignore[assignment]  # what a write needs of one
+    with pytest.raises(OSError, match="No space left"):
+        writer.write(batches[3])
+    with pytest.raises(ValueError, match=r"this writer of .* is closed"):
+        writer.write(batches[3])
     writer.close()
+    assert sorted(os.listdir(tmp_path)) == ["batches-000000.tar", "index.json"]
+    with PackedWriter(tmp_path, batches_per_shard=2, append=True) as writer:
+        for batch in batches[writer.batches :]:
+            writer.write(batch)
+    assert list(PackedReader(tmp_path)) == batches
+
+
+def test_a_close_that_fails_leaves_no_file_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = PackedWriter(tmp_path)
+    writer.write(batches_of(1)[0])
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space left"):
+            writer.close()
+    assert os.listdir(tmp_path) == []
 
 
 def test_other_shapes_are_refused(tmp_path: Path) -> None:
@@ -200,7 +216,18 @@ def test_a_truncated_shard_gives_what_is_before_the_cut(tmp_path: Path) -> None:
         assert list(reader) == batches[:left] + batches[3:]
         assert reader.counts == {"truncated": 1}
     shard.unlink()
-    assert list(PackedReader(tmp_path / "a", on_error="quarantine")) == batches[3:]
+    reader = PackedReader(tmp_path / "a", on_error="quarantine")
+    assert list(reader) == batches[3:] and reader.counts == {"unreadable": 1}
+
+
+def test_a_shard_that_is_not_the_indexed_one_is_skipped(tmp_path: Path) -> None:
+    batches = batches_of(6)
+    write(tmp_path / "a", batches, batches_per_shard=3)
+    write(tmp_path / "b", batches_of(3, seed=7), batches_per_shard=3)
+    (tmp_path / "b" / "batches-000000.tar").rename(tmp_path / "a" / "batches-000000.tar")
+    reader = PackedReader(tmp_path / "a", on_error="quarantine")
+    # Its batches are sound, but not those that the index describes.
+    assert list(reader) == batches[3:] and reader.counts == {"corrupt": 3}
 
 
 def test_a_foreign_file_in_a_shard_is_refused(tmp_path: Path) -> None:
@@ -212,14 +239,28 @@ def test_a_foreign_file_in_a_shard_is_refused(tmp_path: Path) -> None:
         list(PackedReader([str(shard)]))
 
 
+SHARD: dict[str, Any] = {
+    "name": "a.tar", "part": 0, "bytes": 9, "batches": 1, "segments": 1, "bags": 1, "tokens": 1, "dropped": 0, "fill": {}, "sizes": [5], "checks": [7],
+    "states": [None],
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("change", "kind", "message"),
     [
-        ({"version": 2}, "version", "index version 2: this reads version 1"),
+        ({"version": 1}, "version", "index version 1: this reads version 2"),
         ({"format": "x"}, "corrupt", "this is no index of treadle.packed_shards"),
         ({"shards": 3}, "corrupt", "the index lists no shards"),
         ({"shards": [{"name": "../a.tar"}]}, "corrupt", "a shard's name is '../a.tar': it must be a file beside the index"),
-        ({"shards": [{"name": "a.tar", "batches": 2, "states": []}]}, "corrupt", "a.tar: the index counts 2 batches"),
+        ({"shards": [{"name": "a\0.tar"}]}, "corrupt", "it must be a file beside the index"),
+        ({"shards": [{"name": "a.tar", "batches": 2, "states": []}]}, "corrupt", "a.tar: its entry in the index is malformed"),
+        ({"shards": [{**SHARD, "batches": 2}]}, "corrupt", "a.tar: the index counts 2 batches and names other sizes or states"),
+        ({"shards": [{**SHARD, "sizes": [0]}]}, "corrupt", "a.tar: a size or a state in the index is malformed"),
+        ({"shards": [{**SHARD, "sizes": [2**52]}]}, "corrupt", "a.tar: a size or a state in the index is malformed"),
+        ({"shards": [{**SHARD, "states": [3]}]}, "corrupt", "a.tar: a size or a state in the index is malformed"),
+        ({"shards": [{**SHARD, "part": 1}]}, "corrupt", "a.tar: its fill or its part in the index is malformed"),
+        ({"shards": [{**SHARD, "tokens": -1}]}, "corrupt", "a.tar: its entry in the index is malformed"),
+        ({"parts": 0}, "corrupt", "the index names 0 parts"),
         ({"capacities": {}}, "corrupt", "the batch shape is malformed"),
     ],
 )
@@ -227,10 +268,10 @@ def test_a_malformed_index_is_refused(change: dict[str, Any], kind: str, message
     write(tmp_path / "a", batches_of(1))
     table = json.loads((tmp_path / "a" / "index.json").read_text())
     with pytest.raises(PackedError, match=message) as caught:
-        read_index(json.dumps({**table, **change}).encode())
+        PackedIndex.from_bytes(json.dumps({**table, **change}).encode())
     assert caught.value.kind == kind
     with pytest.raises(PackedError, match="the index is no JSON"):
-        read_index(b"{")
+        PackedIndex.from_bytes(b"{")
     (tmp_path / "a" / "index.json").write_text("{")
     with pytest.raises(PackedError, match=r"a/index\.json: the index is no JSON") as caught:
         PackedReader(tmp_path / "a")
@@ -244,26 +285,6 @@ def test_a_folder_without_an_index_is_refused_by_name(tmp_path: Path) -> None:
     # Credentials do not show.
     with pytest.raises(ValueError, match="'memory://a/b' holds no index"):
         PackedReader("memory://name:secret@a/b")
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 5])
-def test_ranks_share_the_batches(world_size: int, tmp_path: Path) -> None:
-    batches = batches_of(11)
-    write(tmp_path / "a", batches, batches_per_shard=3)
-    for rank in range(world_size):
-        reader = PackedReader(tmp_path / "a", rank=rank, world_size=world_size)
-        positions, own = [reader.position], batches[rank::world_size]
-        for expected, batch in zip(own, reader, strict=True):
-            assert batch == expected
-            positions.append(reader.position)
-        for count, position in enumerate(positions):
-            again = PackedReader(tmp_path / "a", rank=rank, world_size=world_size)
-            again.load_position(position)
-            assert list(again) == own[count:]
-    with pytest.raises(ValueError, match=r"PackedReader\.rank is 2: it must lie between 0 and world_size - 1, 1"):
-        PackedReader(tmp_path / "a", rank=2, world_size=2)
-    with pytest.raises(ValueError, match="shards without an index cannot be shared"):
-        PackedReader([str(tmp_path / "a" / "batches-000000.tar")], world_size=2)
 
 
 def test_an_object_store_is_written_and_read() -> None:
@@ -287,3 +308,31 @@ def test_an_object_store_is_written_and_read() -> None:
         PackedWriter("http://localhost/packed")
     with pytest.raises(ValueError, match="pipe: is refused"):
         PackedWriter("pipe://cat")
+
+
+def test_parts_are_written_apart_and_joined(tmp_path: Path) -> None:
+    batches = batches_of(7)
+    with pytest.raises(ValueError, match="part 0 of 2 is not complete"):
+        join_parts(tmp_path, 2)
+    for part in range(2):
+        with PackedWriter(tmp_path, batches_per_shard=2, part=part, parts=2) as writer:
+            for batch in batches[part::2]:
+                writer.write(batch)
+        if not part:
+            with pytest.raises(ValueError, match="is not packed to its end: run the same `treadle pack` again"):
+                PackedReader(tmp_path)
+    with pytest.raises(ValueError, match=r"holds part-001\.json: give another folder, or append=True"):
+        PackedWriter(tmp_path, part=1, parts=2)
+    index = join_parts(tmp_path, 2)
+    assert index.complete and index.batches == 7 and [shard.part for shard in index.shards] == [0, 0, 1, 1]
+    assert read_part(tmp_path, 1, 2) is not None and read_part(tmp_path, 1, 3) is not None
+    # One rank reads the parts in turn, which is the order here; two ranks read one each.
+    assert list(PackedReader(tmp_path)) == batches
+    for rank in range(2):
+        assert list(PackedReader(tmp_path, rank=rank, world_size=2)) == batches[rank::2]
+    with pytest.raises(ValueError, match="was packed in 2 parts, not 3"):
+        PackedWriter(tmp_path, append=True, part=1, parts=3)
+    with pytest.raises(ValueError, match=r"holds index\.json, of 2 parts"):
+        PackedWriter(tmp_path, append=True, part=2, parts=3)
+    with pytest.raises(ValueError, match=r"PackedWriter\.part is 2 of 2"):
+        PackedWriter(tmp_path, part=2, parts=2)

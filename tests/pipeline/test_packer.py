@@ -389,12 +389,20 @@ def test_tokens_of_the_caller_come_back_in_bag_order() -> None:
     assert batch.bags == 3 and tokens == ["first", "second", "third"]
 
 
+def test_late_interaction_capacities_may_be_numpys() -> None:
+    late: Any = Late(np.int64(3), np.int64(3), np.int64(3), np.int64(3))  # type: ignore[arg-type]  # what a user's own may hold
+    batch = Packer(shape_of(), late_interaction=late).pack(StepItems([0, 0], [b"ab", b"abc"], sides=[1, 2]))
+    assert batch.segments == 2 and batch.fill["document_tokens"] == 1.0
+
+
 @pytest.mark.parametrize(
     ("named", "message"),
     [
         ({"window": 0}, "Packer.window is 0"),
         ({"max_edges": -1}, "Packer.max_edges is -1"),
         ({"window": 2.0}, "Packer.window is 2.0: it must be an integer"),
+        ({"late_interaction": Late(max_query_span=-1)}, "late_interaction.max_query_span is -1"),
+        ({"late_interaction": Late(max_documents_per_device=-2)}, "late_interaction.max_documents_per_device is -2"),
     ],
 )
 def test_bad_configuration_is_refused(named: dict[str, Any], message: str) -> None:

@@ -261,9 +261,10 @@ def test_fill_of_generated_lengths(kind: str, window: int, least: float) -> None
     assert fill > next_fit_fill(plans)
 
 
-def test_batches_of_several_ranks_cost_about_the_same() -> None:
+@pytest.mark.parametrize("kind", ["captions", "mix", "clips"])
+def test_batches_of_several_ranks_cost_about_the_same(kind: str) -> None:
     """Attention's cost, the sum of squared lengths, over 8 streams: the dearest rank holds every step up."""
-    streams = [steady_fill(generated("mix", np.random.default_rng(100 + rank), 14), 4)[1] for rank in range(8)]
+    streams = [steady_fill(generated(kind, np.random.default_rng(100 + rank), 14), 4)[1] for rank in range(8)]
     steps = min(len(costs) for costs in streams)
     squares = np.array([[squares for _, squares in costs[:steps]] for costs in streams], np.float64)
-    assert float(np.mean(squares.max(axis=0) / squares.mean(axis=0))) <= 1.12
+    assert float(np.mean(squares.max(axis=0) / squares.mean(axis=0))) <= 1.06

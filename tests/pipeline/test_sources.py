@@ -1,13 +1,23 @@
 """URL patterns, sources and manifests."""
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
 
-from treadle.pipeline.sources import MAX_URLS_IN_MANIFEST, Manifest, ManifestSource, Source, expand_braces, expand_urls
+from treadle.pipeline.sources import (
+    MAX_CHECKED,
+    MAX_URLS_IN_MANIFEST,
+    ListedUrls,
+    Manifest,
+    ManifestSource,
+    Source,
+    expand_braces,
+    expand_urls,
+)
 
 
 @pytest.mark.parametrize(
@@ -181,3 +191,41 @@ def test_credentials_are_no_part_of_a_manifest() -> None:
     other = ManifestSource.of(["https://host/a.tar?X-Amz-Signature=another&v=1"])
     assert one == other
     assert one.urls == ("https://host/a.tar?v=1",)
+
+
+def test_a_long_list_is_looked_at_in_a_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[str] = []
+    real = os.stat
+
+    def stat(path: str, **rest: Any) -> os.stat_result:
+        looked.append(str(path))
+        if "{" in str(path):
+            raise FileNotFoundError(path)
+        return real(tmp_path / "shard-0000.tar")
+
+    (tmp_path / "shard-0000.tar").write_bytes(b"")
+    monkeypatch.setattr("treadle.pipeline.sources.os.stat", stat)
+    urls = expand_urls(f"{tmp_path}/shard-{{0000..4999}}.tar")
+    assert len(urls) == 5000
+    asked = {path for path in looked if "shard-" in path}
+    # The first and the last among them; besides them one look at whether the pattern itself is a file.
+    assert len(asked) == MAX_CHECKED + 1 and {urls[0], urls[-1]} <= asked
+
+
+def test_missing_shards_of_a_long_list_are_told(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"1000 of 1000 looked at, of 2000 shards, are not there: .*s-0000\.tar"):
+        expand_urls(f"{tmp_path}/s-{{0000..1999}}.tar")
+
+
+def test_listed_shards_are_taken_as_they_are() -> None:
+    listed = ListedUrls(["/nowhere/a.tar", "/nowhere/b.tar"])
+    assert expand_urls(listed) == list(listed)
+    assert Source(listed, weight=2.0).expanded() == list(listed)
+
+
+def test_globs_leave_out_folders_and_hidden_files(tmp_path: Path) -> None:
+    for name in ("b.tar", "a.tar", ".hidden.tar"):
+        (tmp_path / name).write_bytes(b"")
+    (tmp_path / "folder.tar").mkdir()
+    assert expand_urls(f"{tmp_path}/*.tar") == [f"{tmp_path}/a.tar", f"{tmp_path}/b.tar"]
+    assert expand_urls(f"{tmp_path}/.h*.tar") == [f"{tmp_path}/.hidden.tar"]

@@ -45,7 +45,7 @@ ENTRY = '{"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}'
         (container({"a": {"dtype": "U8", "shape": [-1], "data_offsets": [0, 0]}}), "corrupt", "no list of"),
         (container({"a": {"dtype": "F64", "shape": [1], "data_offsets": [0, 8]}}), "corrupt", "is not one of"),
         (container({"a": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}}, b"x"), "truncated", "ends at byte 2 of 1"),
-        (container({"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}, b"xy"), "corrupt", "follow the last array"),
+        (container({"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}, b"xy"), "corrupt", "follow the last tensor"),
     ],
 )
 def test_refusals(data: bytes, kind: str, detail: str) -> None:

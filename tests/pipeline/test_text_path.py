@@ -7,6 +7,7 @@ import pytest
 
 from treadle.decoders import DecodeOptions
 from treadle.pipeline.bag import DecodedBag, decode_bag
+from treadle.pipeline.identity import mixed
 from treadle.pipeline.samples import Schema
 from treadle.pipeline.shards import RawField, RawSample
 from treadle.pipeline.text_path import MAX_FORMS, TextPath
@@ -36,6 +37,8 @@ def assert_same(found: DecodedBag, expected: DecodedBag) -> None:
                 assert all(np.array_equal(left, right) for left, right in zip(edges, others, strict=True))
         elif field.name == "choice_targets":
             assert [target.tolist() for target in mine] == [target.tolist() for target in theirs]
+        elif field.name == "lengths":
+            assert list(mine) == list(theirs)
         else:
             assert mine == theirs, field.name
 
@@ -50,19 +53,18 @@ def assert_same(found: DecodedBag, expected: DecodedBag) -> None:
 )
 def test_it_gives_what_schema_and_decoder_give(schema: Schema) -> None:
     path = TextPath(schema, SHAPE, OPTIONS)
-    for number, sample_id in enumerate([1, 2**63 + 5, 2**64 - 1, 0]):
+    for number, seed in enumerate([1, 2**63 + 5, 2**64 - 1, 0]):
         for files in ({"txt": b"one"}, {"txt": b"a" * 15, "en_txt": b"\xff\x00", "de_txt": b"\xc3\xa4"}, {"txt": b"x", "md": b"y"}):
             raw = sample(number, **files)
-            found = path.bag(raw, sample_id)
+            found = path.bag(raw, seed)
             assert found is not None
-            assert_same(found, decode_bag(schema.bag(raw, 0, 0, sample_id, SHAPE).items, SHAPE, OPTIONS))
+            assert_same(found, decode_bag(schema.bag(raw, 0, 0, mixed(seed), SHAPE).items, SHAPE, OPTIONS))
 
 
 @pytest.mark.parametrize(
     "files",
     [
         {"txt": b""},
-        {"txt": b"sixteen bytes !!"},
         {"png": b"picture"},
         {"txt": b"a", "png": b"picture"},
         {"txt": b"a", "mp4": b"no slice"},
@@ -82,6 +84,17 @@ def test_labels_by_content_are_left_to_them() -> None:
     assert TextPath(Schema(fields=["md"]), SHAPE, OPTIONS).bag(sample(txt=b"a"), 7) is None
     refused = RawSample(key="k", index=0, offset=0, size=512, fields=(), problem=("duplicate_field", "twice"))
     assert TextPath(Schema(), SHAPE, OPTIONS).bag(refused, 7) is None
+
+
+def test_a_text_longer_than_a_row_is_cut_as_the_decoder_cuts() -> None:
+    path = TextPath(Schema(), SHAPE, OPTIONS)
+    for text in (b"sixteen bytes !!", b"fourteen and a\xc3\xa4", b"\xff" * 40):
+        raw = sample(0, txt=text, md=b"short")
+        found = path.bag(raw, 7)
+        assert found is not None
+        assert found.lengths[0] <= 16
+        assert_same(found, decode_bag(Schema().bag(raw, 0, 0, mixed(7), SHAPE).items, SHAPE, OPTIONS))
+    assert TextPath(Schema(), SHAPE, DecodeOptions(max_input_bytes=15)).bag(sample(txt=b"sixteen bytes !!"), 7) is None
 
 
 def test_the_limit_of_the_options_holds() -> None:

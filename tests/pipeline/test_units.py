@@ -1,6 +1,8 @@
 """pipeline/units.py: remote units read ahead give what local ones give, end at a damage, and let go of their threads."""
 
+import gzip
 import io
+import random
 import tarfile
 import threading
 from pathlib import Path
@@ -8,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from treadle.pipeline import unpack
 from treadle.pipeline.order import Held, UnitBrokenError
-from treadle.pipeline.shards import ShardError
-from treadle.pipeline.storage import RetryPolicy
+from treadle.pipeline.retry import RetryPolicy
+from treadle.pipeline.shards import Shard, ShardError
+from treadle.pipeline.storage import ByteStream
 from treadle.pipeline.units import Units, read_sample
 
 
@@ -93,3 +97,50 @@ def test_closing_ends_the_waits_of_a_broken_read(site: Any) -> None:
     assert threads() == []
     with pytest.raises(UnitBrokenError, match="closed"):
         next(samples)
+
+
+def test_samples_known_by_reference_are_fetched_in_runs(tars: Any, tmp_path: Path, site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neighbours with one request; a packed shard is unpacked once, whatever the order they are asked for in."""
+    tars.write_texts(tmp_path, [200], width=400)
+    data = (tmp_path / "000.tar").read_bytes()
+    whole = list(Shard(str(tmp_path / "000.tar")).samples())
+    chosen = whole[3:180:4]
+    begun: list[str] = []
+    unpacked_before = unpack.unpacked
+
+    def counted(stream: ByteStream) -> ByteStream:
+        begun.append(stream.url)
+        return unpacked_before(stream)
+
+    monkeypatch.setattr("treadle.pipeline.shards.unpacked", counted)
+    for name, content in (("000.tar", data), ("000.tar.gz", gzip.compress(data))):
+        url = site.url(name, content)
+        units = Units([[url]])
+        units.expect((0, (0, sample.index, sample.offset, sample.size)) for sample in chosen)
+        site.requests = 0
+        begun.clear()
+        order = random.Random(0).sample(chosen, len(chosen))
+        coming = [units.fetch(url, Held(sample.index, sample.offset, sample.size)) for sample in order]
+        assert [each.result() for each in coming if each is not None] == order
+        # 180 KiB of neighbours in runs of at most 128 KiB; of the packed shard, its first bytes and all of it.
+        assert site.requests <= 4
+        assert len(begun) <= 2
+        units.close()
+
+
+def test_a_run_that_breaks_tells_each_sample(tars: Any, tmp_path: Path, site: Any) -> None:
+    tars.write_texts(tmp_path, [8], width=400)
+    data = (tmp_path / "000.tar").read_bytes()
+    whole = list(Shard(str(tmp_path / "000.tar")).samples())
+    url = site.url("000.tar", data[: whole[5].offset + 100] + bytes(5000))
+    units = Units([[url]])
+    units.expect((0, (0, sample.index, sample.offset, sample.size)) for sample in whole)
+    coming = [units.fetch(url, Held(sample.index, sample.offset, sample.size)) for sample in whole]
+    for sample, each in zip(whole, coming, strict=True):
+        assert each is not None
+        if sample.index < 5:
+            assert each.result() == sample
+        else:
+            with pytest.raises(ShardError):
+                each.result()
+    units.close()

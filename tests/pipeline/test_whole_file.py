@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from treadle.pipeline.whole_file import whole_file
+from treadle.pipeline.whole_file import link_or_copy, whole_file
 
 
 def test_it_takes_its_name_at_the_end(tmp_path: Path) -> None:
@@ -69,3 +69,24 @@ def test_what_a_killed_writer_left_is_removed_and_a_living_one_is_not(tmp_path: 
     with whole_file(target) as file:
         file.write(b"again")
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_second_name(tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    one.write_text("new")
+    other.write_text("old")
+    (tmp_path / ".other.123.part").write_text("left by a killed process")
+    link_or_copy(one, other)
+    assert other.read_text() == "new" and sorted(os.listdir(tmp_path)) == ["one", "other"]
+    one.unlink()
+    assert other.read_text() == "new"
+
+
+def test_a_copy_where_links_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*names: object) -> None:
+        raise PermissionError("no links here")
+
+    monkeypatch.setattr("os.link", refuse)
+    (tmp_path / "one").write_text("new")
+    link_or_copy(tmp_path / "one", tmp_path / "other")
+    assert (tmp_path / "other").read_text() == "new"
