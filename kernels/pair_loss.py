@@ -6,12 +6,18 @@ Bytes moved: the vectors once forwards; a slab of scores never leaves the cache 
 Shape suffixes: M anchors, N candidates, D width, G temperature groups.
 """
 
+from typing import cast
+
+import torch
 from torch import Tensor
 
-from treadle.kernels.dispatch import Impl, choose
+from treadle.kernels.dispatch import Impl, choose, register
 from treadle.kernels.pair_loss_reference import NamedPairs, PairForm, PairRows, pair_loss_reference, row_loss_reference
 
 __all__ = ["NamedPairs", "PairForm", "PairRows", "pair_loss", "row_loss"]
+
+register("pair_loss")
+register("row_loss")
 
 
 def pair_loss(
@@ -24,6 +30,7 @@ def pair_loss(
     *,
     form: PairForm,
     widths: tuple[int, ...],
+    product_dtype: torch.dtype | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
     """The numerator of a pooled pair term: the sum over anchors of the pair loss, averaged over matryoshka widths.
@@ -43,12 +50,27 @@ def pair_loss(
         pairs: which pairs attract and repel, and how much.
         form: the loss of a row of scores.
         widths: ascending prefixes scored.
+        product_dtype: what Triton multiplies in, fp32 or bf16; None takes the vectors' type. Sums and scores are fp32 throughout, and the
+            reference multiplies in fp32 or wider.
 
     Returns:
         A scalar, fp32 or wider.
+
+    Raises:
+        ValueError: Triton is asked for, and a width is no multiple of 8.
     """
-    choose("pair_loss", impl, x_MD.device)
-    return pair_loss_reference(x_MD, y_ND, log_scale_G, bias_G, temperature_group_M, pairs, form=form, widths=widths)
+    odd = [width for width in widths if width % 8]
+    if odd and impl == "triton":
+        raise ValueError(f"pair_loss: width {odd[0]} is no multiple of 8, which Triton's tiles need: use impl='reference' or impl='auto'")
+    if choose("pair_loss", impl, x_MD.device, x_MD.dtype, y_ND.dtype) == "reference" or odd:
+        return pair_loss_reference(x_MD, y_ND, log_scale_G, bias_G, temperature_group_M, pairs, form=form, widths=widths)
+    from treadle.kernels.pair_loss_triton import TritonPairLoss
+
+    if product_dtype is None:
+        product_dtype = torch.bfloat16 if x_MD.dtype == y_ND.dtype == torch.bfloat16 else torch.float32
+    arguments = (x_MD, y_ND, log_scale_G, bias_G, temperature_group_M, pairs, form, widths, product_dtype)
+    with torch.autocast(x_MD.device.type, enabled=False):
+        return cast(Tensor, TritonPairLoss.apply(*arguments))
 
 
 def row_loss(scores_MN: Tensor, pairs: PairRows, *, form: PairForm, impl: Impl = "auto") -> Tensor:
@@ -62,5 +84,8 @@ def row_loss(scores_MN: Tensor, pairs: PairRows, *, form: PairForm, impl: Impl =
     Returns:
         A scalar, fp32 or wider.
     """
-    choose("row_loss", impl, scores_MN.device)
-    return row_loss_reference(scores_MN, pairs, form=form)
+    if choose("row_loss", impl, scores_MN.device, scores_MN.dtype) == "reference":
+        return row_loss_reference(scores_MN, pairs, form=form)
+    from treadle.kernels.pair_loss_triton import TritonRowLoss
+
+    return cast(Tensor, TritonRowLoss.apply(scores_MN, pairs, form))

@@ -2,8 +2,9 @@
 
 Anchors go by in slabs of a few megabytes; a slab's scores, losses and gradients are made and folded into `dX [M, D]` and `dY [N, D]`
 before the next one, so memory is O(N * D) and nothing is recomputed backwards: one product for the scores and two for the gradients.
-RANKED is exact: P attracting edges cost P passes over a slab, of one logarithm and one reciprocal each, because
+RANKED is exact: P attracting edges cost P passes over a slab, of one logarithm and one division each, because
 `softplus(s_n - s_p) = log(1 + e^(s_n - c) e^(c - s_p))` shares one exponential between the edges while the row's scores span less than 80.
+Where all repelling weights are equal (ambient pairs), they leave the passes: sums over negatives are plain sums.
 
 A vector shorter than `MIN_NORM` has no direction: it scores as the zero vector and gets no gradient.
 
@@ -58,12 +59,17 @@ class PairRows:
     named: NamedPairs
     ambient_weight: float
     """Repelling weight of a pair that no edge names and no group spares; 0 leaves it unscored."""
+    anchor_M: Tensor | None = None
+    """bool: the anchors that take part; None: all. The others score nothing, and no edge names them."""
+    candidate_N: Tensor | None = None
+    """bool: the candidates that take part; None: all."""
 
-    def slab(self, first: int, end: int, dtype: torch.dtype) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    def slab(self, first: int, end: int, dtype: torch.dtype) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor], float | None]:
         """What anchors `first` to `end` repel and attract.
 
         Returns:
-            Repelling weights [B, N], 0 for a pair that does not repel; row, candidate and weight of every attracting pair, by row.
+            Repelling weights [B, N], 0 for a pair that does not repel; row, candidate and weight of every attracting pair, by row; the weight
+            of every pair that repels, None where weights differ.
         """
         group_B1, self_B = self.group_M[first:end, None], self.self_M[first:end]
         repel_BN = torch.full((end - first, len(self.group_N)), self.ambient_weight, dtype=dtype, device=self.group_N.device)
@@ -71,11 +77,19 @@ class PairRows:
             repel_BN.masked_fill_((group_B1 == self.group_N) & (group_B1 != 0), 0.0)
             present = (self_B >= 0).nonzero()[:, 0]
             repel_BN[present, self_B[present]] = 0.0
+            if self.candidate_N is not None:
+                repel_BN.mul_(self.candidate_N.to(dtype))
+            if self.anchor_M is not None:
+                repel_BN.mul_(self.anchor_M[first:end, None].to(dtype))
         rows_E, pairs = self.named.rows(first, end)
         ids_E, attract_E = self.named.ids_E[pairs], self.named.attract_E[pairs].to(dtype)
-        repel_BN[rows_E, ids_E] = self.named.repel_E[pairs].to(dtype)
+        repel_E = self.named.repel_E[pairs].to(dtype)
+        repel_BN[rows_E, ids_E] = repel_E
         keep = (attract_E > 0).nonzero()[:, 0]
-        return repel_BN, (rows_E[keep], ids_E[keep], attract_E[keep])
+        named_E = repel_E[repel_E > 0]
+        level = self.ambient_weight or (float(named_E[0]) if len(named_E) else 0.0)
+        alike = bool((named_E == level).all())
+        return repel_BN, (rows_E[keep], ids_E[keep], attract_E[keep]), level if alike else None
 
 
 def slab_rows(candidates: int) -> int:
@@ -83,18 +97,21 @@ def slab_rows(candidates: int) -> int:
     return max(16, min(256, SLAB_ELEMENTS // max(1, candidates)))
 
 
-def row_losses(scores_BN: Tensor, repel_BN: Tensor, attract: tuple[Tensor, Tensor, Tensor], form: PairForm) -> tuple[Tensor, Tensor]:
+def row_losses(
+    scores_BN: Tensor, repel_BN: Tensor, attract: tuple[Tensor, Tensor, Tensor], level: float | None, form: PairForm
+) -> tuple[Tensor, Tensor]:
     """The loss of every row of scores [B], and its gradient by the scores [B, N]; 0 for rows that the form does not count.
 
     Args:
         scores_BN: scores; where neither weight is positive they must still be finite.
         repel_BN: repelling weights, 0 at attracting pairs. Overwritten.
         attract: row, column and positive weight of each attracting pair, sorted by row.
+        level: the weight of every pair that repels; None where weights differ.
     """
     rows_E, columns_E, weights_E = attract
     total_B = scores_BN.new_zeros(len(scores_BN)).index_add_(0, rows_E, weights_E)
     if form == "ranked":
-        return _ranked(scores_BN, repel_BN, attract, total_B)
+        return _ranked(scores_BN, repel_BN, attract, level, total_B)
     if form == "balanced":
         half_E = 0.5 * weights_E / total_B[rows_E]
         repel_BN.mul_(_reciprocal(repel_BN.sum(1))[:, None]).mul_(0.5)
@@ -108,7 +125,9 @@ def row_losses(scores_BN: Tensor, repel_BN: Tensor, attract: tuple[Tensor, Tenso
     return loss_B, gradient_BN
 
 
-def _ranked(scores_BN: Tensor, repel_BN: Tensor, attract: tuple[Tensor, Tensor, Tensor], total_B: Tensor) -> tuple[Tensor, Tensor]:
+def _ranked(
+    scores_BN: Tensor, repel_BN: Tensor, attract: tuple[Tensor, Tensor, Tensor], level: float | None, total_B: Tensor
+) -> tuple[Tensor, Tensor]:
     rows_E, columns_E, weights_E = attract
     counts_B = torch.bincount(rows_E, minlength=len(scores_BN))
     most = int(counts_B.max()) if len(rows_E) else 0
@@ -116,7 +135,7 @@ def _ranked(scores_BN: Tensor, repel_BN: Tensor, attract: tuple[Tensor, Tensor, 
     rank_E = torch.arange(len(rows_E), device=rows_E.device) - (torch.cumsum(counts_B, 0) - counts_B)[rows_E]
     weights_KB = scores_BN.new_zeros(most, len(scores_BN))
     weights_KB[rank_E, rows_E] = weights_E / total_B[rows_E]
-    repel_BN.mul_(_reciprocal(repel_BN.sum(1))[:, None])
+    share_B1 = _reciprocal(repel_BN.sum(1, keepdim=True))
 
     low_B1, high_B1 = scores_BN.aminmax(dim=1, keepdim=True) if scores_BN.numel() else (total_B[:, None], total_B[:, None])
     widest = float((high_B1 - low_B1).max()) if scores_BN.numel() else 0.0
@@ -125,27 +144,40 @@ def _ranked(scores_BN: Tensor, repel_BN: Tensor, attract: tuple[Tensor, Tensor, 
     # An absent pair stands in the row's middle: anywhere else, e^(c - s_p) could be infinite, and infinity times weight 0 is no number.
     positive_KB = middle_B1.T.repeat(most, 1)
     positive_KB[rank_E, rows_E] = scores_BN[rows_E, columns_E]
-    sum_BN = torch.zeros_like(scores_BN)
+    plain = shared and level is not None and 1e-3 <= level <= 1e3
+    loss_B = scores_BN.new_zeros(len(scores_BN))
     slope_BN = torch.zeros_like(scores_BN)
     pulled_KB = torch.zeros_like(positive_KB)
-    raised_BN = (scores_BN - middle_B1).exp_() if shared and most else None
-    term_BN, other_BN = torch.empty_like(scores_BN), torch.empty_like(scores_BN)
+    term_BN, other_BN, scratch_BN = torch.empty_like(scores_BN), torch.empty_like(scores_BN), torch.empty_like(scores_BN)
+    raised_BN = torch.exp(torch.sub(scores_BN, middle_B1, out=term_BN)) if shared and most else scores_BN
+    if plain and most:
+        # A pair that does not repel counts as one infinitely far below, so that no sum needs a weight.
+        raised_BN.mul_(repel_BN)
+        share_B1.mul_(level or 0.0)
+
+    def total(x_BN: Tensor) -> Tensor:
+        return x_BN.sum(1) if plain else torch.mul(x_BN, repel_BN, out=scratch_BN).sum(1)
+
     for k in range(most):
         weight_B1, positive_B1 = weights_KB[k][:, None], positive_KB[k][:, None]
-        if raised_BN is not None:
-            torch.mul(raised_BN, torch.exp(middle_B1 - positive_B1), out=term_BN)
-            torch.log1p(term_BN, out=other_BN)
-            sum_BN.addcmul_(other_BN, weight_B1)
+        if shared:
+            lowered_B1 = torch.exp(middle_B1 - positive_B1)
+            torch.mul(raised_BN, lowered_B1 / level if plain and level else lowered_B1, out=term_BN)
             torch.add(term_BN, 1.0, out=other_BN)
             term_BN.div_(other_BN)
+            other_BN.log_()
         else:
             torch.sub(scores_BN, positive_B1, out=other_BN)
-            sum_BN.addcmul_(_softplus(other_BN), weight_B1)
             torch.sigmoid(other_BN, out=term_BN)
+            other_BN = _softplus(other_BN)
         slope_BN.addcmul_(term_BN, weight_B1)
-        pulled_KB[k] = _dot(term_BN, repel_BN)
-    loss_B = _dot(sum_BN, repel_BN)
-    gradient_BN = slope_BN.mul_(repel_BN)
+        pulled_KB[k] = total(term_BN)
+        loss_B.addcmul_(total(other_BN), weights_KB[k])
+    loss_B.mul_(share_B1[:, 0])
+    pulled_KB.mul_(share_B1.T)
+    gradient_BN = slope_BN.mul_(share_B1)
+    if not plain:
+        gradient_BN.mul_(repel_BN)
     gradient_BN[rows_E, columns_E] = -(weights_KB * pulled_KB)[rank_E, rows_E]
     return loss_B, gradient_BN
 

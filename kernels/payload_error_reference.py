@@ -32,7 +32,8 @@ def standardised(values_NV: Tensor, inside: Tensor | None) -> tuple[Tensor, Tens
         count_N1 = torch.full((values_NV.shape[0], 1), values_NV.shape[1], dtype=values_NV.dtype, device=values_NV.device)
         centred = values_NV - values_NV.mean(-1, keepdim=True)
     else:
-        count_N1 = inside.sum(-1, keepdim=True).to(values_NV.dtype)
+        # A place without a value inside divides nothing by one.
+        count_N1 = inside.sum(-1, keepdim=True).clamp_(min=1).to(values_NV.dtype)
         shown = torch.where(inside, values_NV, 0)
         centred = torch.where(inside, shown - shown.sum(-1, keepdim=True) / count_N1, 0)
     variance_N1 = torch.linalg.vector_norm(centred, dim=-1, keepdim=True).square_() / count_N1

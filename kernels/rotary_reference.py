@@ -21,16 +21,10 @@ def rotary_reference(qkv_P3HK: Tensor, q_gain_K: Tensor, k_gain_K: Tensor, turn_
     return q_PHK, k_PHK, v_PHK
 
 
-def _turn(x_PHK: Tensor, turn_PA: Tensor, out_PHK: Tensor) -> None:
-    """Writes contiguous `x`, each pair of channels turned, into `out`."""
-    if out_PHK.dtype is x_PHK.dtype:
-        torch.mul(_pairs(x_PHK), turn_PA[:, None, :], out=_pairs(out_PHK))
-    else:
-        out_PHK.copy_(torch.view_as_real(_pairs(x_PHK) * turn_PA[:, None, :]).view(x_PHK.shape))
-
-
-def _pairs(x_PHK: Tensor) -> Tensor:
-    return torch.view_as_complex(x_PHK.view(*x_PHK.shape[:-1], x_PHK.shape[-1] // 2, 2))
+def _turn_(x_NHK: Tensor, turn_NA: Tensor) -> None:
+    """Turns each pair of channels of contiguous `x`, whose first dimension is the turn's, in place."""
+    pairs = torch.view_as_complex(x_NHK.view(*x_NHK.shape[:-1], x_NHK.shape[-1] // 2, 2))
+    pairs.mul_(turn_NA.view(turn_NA.shape[0], *[1] * (pairs.ndim - 2), turn_NA.shape[1]))
 
 
 class _QkNormRotary(torch.autograd.Function):
@@ -45,14 +39,15 @@ class _QkNormRotary(torch.autograd.Function):
         wide = torch.promote_types(qkv_P3HK.dtype, torch.float32)
         out_3PHK = torch.empty((3, positions, heads, width), dtype=qkv_P3HK.dtype, device=qkv_P3HK.device)
         inverse_P2H1 = torch.empty((positions, 2, heads, 1), dtype=wide, device=qkv_P3HK.device)
-        for qkv, inverse, turn, *outs in row_blocks(heads * width, qkv_P3HK, inverse_P2H1, turn_PA, *out_3PHK.unbind(0)):
-            for part in (0, 1):
-                x = qkv[:, part].to(wide)
-                norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-                torch.rsqrt(norm.square_().div_(width).add_(EPS), out=inverse[:, part])
-                normed = x * inverse[:, part]
-                _turn(normed.mul_(gain_2K[part]), turn, outs[part])
-            outs[2].copy_(qkv[:, 2])
+        gain_21K = gain_2K.to(wide)[:, None, :]
+        for qkv, inverse, turn, *outs in row_blocks(2 * heads * width, qkv_P3HK, inverse_P2H1, turn_PA, *out_3PHK.unbind(0)):
+            x = qkv[:, :2].to(wide, copy=True, memory_format=torch.contiguous_format)
+            norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+            torch.rsqrt(norm.square_().div_(width).add_(EPS), out=inverse)
+            x.mul_(inverse).mul_(gain_21K)
+            _turn_(x, turn)
+            for out, part in zip(outs, (x[:, 0], x[:, 1], qkv[:, 2]), strict=True):
+                out.copy_(part)
         ctx.save_for_backward(qkv_P3HK, gain_2K, turn_PA, inverse_P2H1)
         q_PHK, k_PHK, v_PHK = out_3PHK.unbind(0)
         return q_PHK, k_PHK, v_PHK
@@ -65,18 +60,16 @@ class _QkNormRotary(torch.autograd.Function):
         wide_gain_2K = gain_2K.to(wide)
         dqkv_P3HK = torch.empty_like(qkv_P3HK)
         dgain_2K = torch.zeros_like(wide_gain_2K)
-        for qkv, inverse, turn, dqkv, *douts in row_blocks(
-            heads * width, qkv_P3HK, inverse_P2H1, turn_PA.conj().resolve_conj(), dqkv_P3HK, *gradients
-        ):
+        back_PA = turn_PA.conj().resolve_conj()
+        for qkv, inverse, turn, dqkv, *douts in row_blocks(heads * width, qkv_P3HK, inverse_P2H1, back_PA, dqkv_P3HK, *gradients):
             for part in (0, 1):
-                dy = torch.empty(douts[part].shape, dtype=wide, device=qkv.device)
-                _turn(douts[part].to(wide).contiguous(), turn, dy)
-                normed = qkv[:, part] * inverse[:, part]
-                product = dy * normed
-                rows = product.view(-1, width)
+                dy = douts[part].to(wide, copy=True, memory_format=torch.contiguous_format)
+                _turn_(dy, turn)
+                normed = qkv[:, part].to(wide) * inverse[:, part]
+                rows = (dy * normed).view(-1, width)
                 dgain_2K[part] += torch.mv(rows.t(), rows.new_ones(rows.shape[0]))
-                along = torch.mv(rows, wide_gain_2K[part]).div_(width).view(*product.shape[:-1], 1)
+                along = torch.mv(rows, wide_gain_2K[part]).div_(width).view(*dy.shape[:-1], 1)
                 dy.mul_(wide_gain_2K[part]).addcmul_(normed, along, value=-1)
-                torch.mul(dy, inverse[:, part], out=dqkv[:, part])
+                dqkv[:, part] = dy.mul_(inverse[:, part])
             dqkv[:, 2] = douts[2]
         return dqkv_P3HK, dgain_2K.to(gain_2K.dtype), None

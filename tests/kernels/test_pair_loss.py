@@ -438,3 +438,25 @@ def test_a_missing_implementation_is_refused() -> None:
     x, zero = torch.randn(2, 8), torch.zeros(2, dtype=torch.int64)
     with pytest.raises(ValueError, match="impl"):
         pair_loss(x, x, torch.ones(1), torch.zeros(1), zero, pairs, form="sigmoid", widths=(8,), impl="cuda")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("level", [0.25, 1.0, 3.0, 2.0**-20])
+@pytest.mark.parametrize("other", [1.0, 1.5])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_ranked_with_equal_weights_and_without(level: float, other: float, dtype: torch.dtype) -> None:
+    """Where all repelling weights are equal they leave the sums; one that differs, or a weight far from one, takes the general way."""
+    rng = np.random.default_rng(21)
+    named: Weights = {(0, 39): (0.0, level * other), (5, 2): (0.0, level), (7, 3): (0.0, 0.0)}
+    for i in range(10):
+        for j in rng.choice(30, 3, replace=False).tolist():
+            if i != j:
+                named.setdefault((i, j), (float(np.float32(rng.uniform(0.5, 2))), 0.0))
+    groups = torch.zeros(40, dtype=torch.int64)
+    pairs = PairRows(torch.arange(11), groups[:11], groups, make_named(11, named), level)
+    assert pairs.slab(0, 11, dtype)[2] == (level if other == 1.0 else None)
+    scores = torch.from_numpy(rng.standard_normal((11, 40)) * 5).to(dtype).requires_grad_()
+    loss = row_loss(scores, pairs, form="ranked")
+    expected = sum(oracle_row(s, a, r, "ranked") for s, (a, r) in zip(scores.tolist(), dense_rows(pairs, named), strict=True))
+    assert loss.item() == pytest.approx(expected, rel=1e-13 if dtype is torch.float64 else 1e-6)
+    if dtype is torch.float64:
+        assert torch.autograd.gradcheck(lambda s: row_loss(s, pairs, form="ranked"), (scores,))
