@@ -11,17 +11,19 @@ if TYPE_CHECKING:
         WeightedAccumulationState,
         WeightedGradientsAccumulator,
     )
+    from treadle.model.checkpoint_folder import CheckpointFolder
     from treadle.model.config import (
         Choices,
         Contrastive,
         LateInteraction,
         Masking,
+        MeshOptions,
         OptimizerConfig,
         Schedule,
         TrainerConfig,
     )
     from treadle.model.encoder import Encoder
-    from treadle.model.mesh import Mesh, MeshDescription, MeshOptions
+    from treadle.model.mesh import Mesh, MeshDescription
     from treadle.model.record import (
         ModelStateTrainingRecord,
         RestoredTraining,
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AccumulatedGradients",
+    "CheckpointFolder",
     "Choices",
     "Contrastive",
     "Deferred",
@@ -71,17 +74,19 @@ __getattr__, __dir__ = lazy_exports(
             "WeightedAccumulationState",
             "WeightedGradientsAccumulator",
         ),
+        "treadle.model.checkpoint_folder": ("CheckpointFolder",),
         "treadle.model.config": (
             "Choices",
             "Contrastive",
             "LateInteraction",
             "Masking",
+            "MeshOptions",
             "OptimizerConfig",
             "Schedule",
             "TrainerConfig",
         ),
         "treadle.model.encoder": ("Encoder",),
-        "treadle.model.mesh": ("Mesh", "MeshDescription", "MeshOptions"),
+        "treadle.model.mesh": ("Mesh", "MeshDescription"),
         "treadle.model.record": (
             "ModelStateTrainingRecord",
             "RestoredTraining",

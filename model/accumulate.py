@@ -4,12 +4,17 @@ Gradients are read by parameter name from `.grad`, which stays as it is; a param
 name, the first. Every argument is checked before anything changes.
 """
 
+import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from treadle.model.mesh import World
+from treadle.model.record_values import refuse
 
 WORK_DTYPES = (torch.float32, torch.float64)
 
@@ -92,6 +97,8 @@ class _Window:
             gradient = parameter.grad.detach()
             gradient = gradient.to_dense() if gradient.is_sparse else gradient
             kept = self._sums.get(name)
+            if gradient.is_meta or (kept is not None and kept.device != gradient.device):
+                raise ValueError(f"gradient {name!r} is on {gradient.device}: a window stays on one device, where gradients have values")
             if kept is not None and kept.shape != gradient.shape:
                 raise ValueError(f"gradient {name!r} has shape {tuple(gradient.shape)}: this window holds it with {tuple(kept.shape)}")
             found[name] = gradient
@@ -100,6 +107,26 @@ class _Window:
     def _clear(self) -> dict[str, Tensor]:
         sums, self._sums = self._sums, {}
         return sums
+
+    def _over(self, world: World) -> dict[str, Tensor]:
+        """Copies of the sums, summed over ranks (collective); a gradient that few ranks have is the sum of those."""
+        mine = {name: [str(total.dtype), list(total.shape), total.device.type] for name, total in self._sums.items()}
+        known: dict[str, list[Any]] = {}
+        differences: list[str] = []
+        for rank, text in enumerate(world.exchange_bytes(json.dumps(mine).encode())):
+            for name, is_here in json.loads(text).items():
+                if known.setdefault(name, is_here) != is_here:
+                    differences.append(f"gradient {name} is {is_here} on rank {rank}, {known[name]} before it")
+        if differences:
+            raise ValueError(f"ranks hold different gradients: {'; '.join(differences[:8])}")
+        totals: dict[str, Tensor] = {}
+        # In one order on every rank, whatever each of them has.
+        for name in sorted(known):
+            dtype, shape, device = known[name]
+            own = self._sums.get(name)
+            total = torch.zeros(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=device) if own is None else own.clone()
+            totals[name] = world.all_sum(total)
+        return totals
 
 
 class GradientsAccumulator(_Window):
@@ -118,8 +145,14 @@ class GradientsAccumulator(_Window):
             else:
                 kept.add_(gradient)
 
-    def finish(self) -> AccumulatedGradients:
-        """The sums; a new window starts."""
+    def finish(self, world: World | None = None) -> AccumulatedGradients:
+        """The sums, over the ranks of `world` too where one is given (collective); a new window starts.
+
+        Raises:
+            ValueError: ranks hold a gradient of one name in different shapes or types; nothing is cleared.
+        """
+        if world is not None and world.size > 1:
+            self._sums = self._over(world)
         return AccumulatedGradients(self._clear(), None)
 
     @classmethod
@@ -177,6 +210,9 @@ class WeightedGradientsAccumulator(_Window):
         if not math.isfinite(total) or factor > torch.finfo(self._dtype).max:
             raise ValueError(f"weight is {weight}: the window's total, or a weighted gradient, would not be finite")
         found = self._read(module)
+        refuse("gradients are summed in real numbers, plain sums hold complex ones", [
+            f"{name} is {gradient.dtype}" for name, gradient in found.items() if gradient.is_complex()
+        ])  # fmt: skip
         if weight > 0:
             for name, gradient in found.items():
                 kept = self._sums.get(name)
@@ -187,29 +223,47 @@ class WeightedGradientsAccumulator(_Window):
         self._total_weight = total
         self._microbatches += 1
 
-    def finish_sums(self) -> AccumulatedGradients:
-        """`G / loss_scale`; a new window starts."""
-        return self._finish(1.0)
-
-    def finish_mean(self) -> AccumulatedGradients:
-        """`G / W / loss_scale`; a new window starts.
+    def finish_sums(self, world: World | None = None) -> AccumulatedGradients:
+        """`G / loss_scale`, of the sums over the ranks of `world` where one is given (collective); a new window starts.
 
         Raises:
-            ValueError: the window has no weight; nothing is cleared.
+            ValueError: ranks hold different gradients, types or scales; nothing is cleared.
         """
-        if self._total_weight <= 0:
-            raise ValueError(f"the window of {self._microbatches} micro-batches weighs nothing: it has no mean")
-        return self._finish(self._total_weight)
+        return self._finish(world, mean=False)
 
-    def _finish(self, weight: float) -> AccumulatedGradients:
-        state = self.state
+    def finish_mean(self, world: World | None = None) -> AccumulatedGradients:
+        """`G / W / loss_scale`, G and W summed over the ranks of `world` where one is given (collective); a new window starts.
+
+        Raises:
+            ValueError: the window has no weight on any rank, or as `finish_sums`; nothing is cleared.
+        """
+        return self._finish(world, mean=True)
+
+    def _finish(self, world: World | None, *, mean: bool) -> AccumulatedGradients:
+        state = self.state if world is None or world.size == 1 else self._state_over(world)
+        if mean and state.total_weight <= 0:
+            raise ValueError(f"the window of {state.microbatches} micro-batches weighs nothing: it has no mean")
+        sums = self._sums if world is None or world.size == 1 else self._over(world)
+        weight = state.total_weight if mean else 1.0
         # Divided in float64: a weight or a scale beyond the work type's range must not turn a gradient into zero or infinity half way.
         gradients = {
             name: (total.double() / weight / self._loss_scale).to(self._dtype) if (weight, self._loss_scale) != (1.0, 1.0) else total
-            for name, total in self._clear().items()
+            for name, total in sums.items()
         }
+        self._clear()
         self._total_weight, self._microbatches = 0.0, 0
         return AccumulatedGradients(gradients, state)
+
+    def _state_over(self, world: World) -> WeightedAccumulationState:
+        mine = [str(self._dtype), self._loss_scale.hex(), self._total_weight.hex(), self._microbatches]
+        everyone = [json.loads(text) for text in world.exchange_bytes(json.dumps(mine).encode())]
+        for rank, other in enumerate(everyone):
+            if other[:2] != everyone[0][:2]:
+                raise ValueError(
+                    f"rank {rank} sums in {other[0]} at scale {float.fromhex(other[1])}, rank 0 in {everyone[0][0]} at another"
+                )
+        weight = sum(float.fromhex(other[2]) for other in everyone)
+        return WeightedAccumulationState(self._dtype, self._loss_scale, weight, sum(other[3] for other in everyone))
 
     @classmethod
     def holding(cls, gradients: Mapping[str, Tensor], state: WeightedAccumulationState) -> "WeightedGradientsAccumulator":

@@ -1,36 +1,40 @@
-"""A trainer's checkpoint: one safetensors file with everything a run needs to go on, and the checks that refuse a wrong one.
+"""A trainer's checkpoint: a record (`record_file`) with everything a run needs to go on, and the checks that refuse a wrong one.
 
-Keys (`<p>` a parameter's name, `<r>` a rank, `<term>` one of `objectives.TERMS`):
+Tensors (`<p>` a parameter's name, `<r>` a rank, `<term>` one of `objectives.TERMS`):
 
 - `weights.<p>`, `moments.first.<p>`, `moments.second.<p>`: float32, the parameter's shape.
 - `updates`: float32 `[]`, updates applied, which Adam's bias corrections count (refused ones are no updates).
 - `counters`: int64 `[4]`: segments dropped and updates refused in the whole run, and how many of each a reader was told of.
-- `ranks.<r>.stream`: uint8 `[n]`, that rank's stream position (`StreamState.to_bytes`); absent where no stream was used.
-- `ranks.<r>.pending.<term>.<p>`: float32, unnormalised gradients of an open accumulation window, of the terms and parameters touched.
-- `ranks.<r>.counts`, `ranks.<r>.sums`: float64 `[7]`, that window's denominators and numerators by term, of that rank alone.
-- `ranks.<r>.window`: int64 `[3]`: micro-batches in the window, items truncated and segments dropped in them.
+- `ranks.<r>.gradients.<term>.<p>`: float32, unnormalised gradients of an open accumulation window, of the terms and parameters touched.
+- `ranks.<r>.state.<n>`: what the rank's state in the structure names: its stream position, uint8 (`StreamState.to_bytes`).
 
-Metadata: `format`, `format_version`, `config` (JSON), `step` (steps taken), `world_size`, `versions` (JSON).
-Nothing in it grows with the steps taken.
+Structure (JSON, metadata `record`): `config`, `step` (steps taken), `versions`, `groups` (names of weights and moments), and `ranks`: for each
+the names of its gradients, its state, and its open window: `micro_batches` in it, items `truncated` and segments `dropped` in them,
+and `counts` and `sums`, that rank's denominators and numerators by term. Nothing in it grows with the steps taken.
 """
 
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from treadle.model.checkpoint_folder import find_checkpoint
 from treadle.model.config import TrainerConfig
 from treadle.model.config_json import to_json, trainer_config_from_json
-from treadle.model.storage_errors import DamagedFileError, require_format
-from treadle.model.storage_file import OnTensor, read_tensors, write_tensors
+from treadle.model.record_file import Form, Snapshot, read_snapshot, write_snapshot
+from treadle.model.record_ranks import RankPart, names_of_parts, parts_of, put_parts, ranks_taken, summed
+from treadle.model.record_values import ValueReader, ValueWriter
+from treadle.model.storage_errors import DamagedFileError
+from treadle.model.storage_file import OnTensor
 
 KIND = "treadle.checkpoint"
 VERSION = 1
-MAX_STEP = 2**60
-MAX_WORLD_SIZE = 2**17
+GROUPS = ("weights", "moments.first", "moments.second")
+MAX_COUNT = 2**60
 
 
 class CheckpointMismatchError(ValueError):
@@ -50,43 +54,47 @@ class RankState:
     truncated: int = 0
     dropped: int = 0
 
-    def tensors(self) -> dict[str, Tensor]:
-        """This state as named tensors, without the rank's prefix."""
-        out: dict[str, Tensor] = {}
-        if self.stream:
-            out["stream"] = torch.frombuffer(bytearray(self.stream), dtype=torch.uint8)
+    def part(self) -> RankPart:
+        """This state as a record's part of a rank."""
+        part = RankPart()
+        part.state = ValueWriter("state", part.state_tensors, lambda tensor: tensor).write({"stream": self.stream}, "state")
         if self.micro_batches:
             assert self.counts is not None and self.sums is not None
-            out["counts"], out["sums"] = self.counts, self.sums
-            out["window"] = torch.tensor([self.micro_batches, self.truncated, self.dropped], dtype=torch.int64)
-            for term, gradients in self.pending.items():
-                for name, gradient in gradients.items():
-                    out[f"pending.{term}.{name}"] = gradient
-        return out
+            part.window = {
+                "micro_batches": self.micro_batches,
+                "truncated": self.truncated,
+                "dropped": self.dropped,
+                "counts": [count.hex() for count in self.counts.tolist()],
+                "sums": [value.hex() for value in self.sums.tolist()],
+            }
+            part.gradients = {f"{term}.{name}": g for term, gradients in self.pending.items() for name, g in gradients.items()}
+        return part
 
     @classmethod
-    def from_tensors(cls, path: str | Path, tensors: Mapping[str, Tensor]) -> "RankState":
-        """The state that `tensors()` named.
+    def of_part(cls, part: RankPart) -> "RankState":
+        """The state that `part()` wrote.
 
         Raises:
-            DamagedFileError: a name, type or shape is not one of ours.
+            ValueError: a value is not one of ours.
         """
         state = cls()
-        for name, tensor in tensors.items():
-            kind, _, rest = name.partition(".")
-            if kind == "stream" and tensor.dtype == torch.uint8 and tensor.ndim == 1:
-                state.stream = tensor.numpy().tobytes()
-            elif kind in ("counts", "sums") and tensor.dtype == torch.float64 and tensor.ndim == 1:
-                setattr(state, kind, tensor)
-            elif kind == "window" and tensor.dtype == torch.int64 and tensor.shape == (3,):
-                state.micro_batches, state.truncated, state.dropped = map(int, tensor.tolist())
-            elif kind == "pending" and tensor.dtype == torch.float32:
-                term, _, parameter = rest.partition(".")
-                state.pending.setdefault(term, {})[parameter] = tensor
-            else:
-                raise DamagedFileError(path, f"entry {name[:80]!r} of a rank has an unknown name, type or shape")
-        if state.micro_batches and (state.counts is None or state.sums is None):
-            raise DamagedFileError(path, "an open accumulation window lacks its counts or sums")
+        known: Any = ValueReader(part.state_tensors).read(part.state)
+        if not isinstance(known, dict) or not isinstance(known.get("stream"), bytes):
+            raise ValueError("a rank's state lacks its stream's position")
+        state.stream = known["stream"]
+        if part.window is None:
+            if part.gradients:
+                raise ValueError("a rank holds pending gradients without a window")
+            return state
+        state.micro_batches, state.truncated, state.dropped = (
+            _count(part.window, name) for name in ("micro_batches", "truncated", "dropped")
+        )
+        state.counts, state.sums = (_numbers(part.window, name) for name in ("counts", "sums"))
+        for name, gradient in part.gradients.items():
+            if gradient.dtype != torch.float32:
+                raise ValueError(f"pending gradient {name[:80]!r} is {gradient.dtype}: it must be float32")
+            term, _, parameter = name.partition(".")
+            state.pending.setdefault(term, {})[parameter] = gradient
         return state
 
 
@@ -110,68 +118,72 @@ class CheckpointContent:
             StorageFileError: the folder or the disk refused it; the old file is untouched.
         """
         tensors: dict[str, Tensor] = {"updates": self.updates, "counters": self.counters}
-        for prefix, group in (("weights", self.weights), ("moments.first", self.first), ("moments.second", self.second)):
+        for prefix, group in zip(GROUPS, (self.weights, self.first, self.second), strict=True):
             tensors |= {f"{prefix}.{name}": tensor for name, tensor in group.items()}
-        for rank, state in enumerate(self.ranks):
-            tensors |= {f"ranks.{rank}.{name}": tensor for name, tensor in state.tensors().items()}
-        metadata = {
-            "format": KIND,
-            "format_version": str(VERSION),
-            "config": json.dumps(to_json(self.config), sort_keys=True),
-            "step": str(self.step),
-            "world_size": str(len(self.ranks)),
-            "versions": json.dumps(versions(), sort_keys=True),
+        structure = {
+            "config": to_json(self.config),
+            "step": self.step,
+            "versions": versions(),
+            "groups": {prefix: list(group) for prefix, group in zip(GROUPS, (self.weights, self.first, self.second), strict=True)},
         }
-        write_tensors(path, tensors, metadata, on_tensor=on_tensor)
+        snapshot = Snapshot(structure, tensors)
+        put_parts(snapshot, [state.part() for state in self.ranks])
+        notes = {"step": str(self.step), "world_size": str(len(self.ranks)), "config": json.dumps(structure["config"], sort_keys=True)}
+        write_snapshot(snapshot, path, FORM, notes=notes, on_tensor=on_tensor)
 
 
 def read_checkpoint(path: str | Path, *, on_tensor: OnTensor | None = None) -> CheckpointContent:
     """Reads and checks a checkpoint, onto the host.
 
+    Args:
+        path: the file, or a folder of checkpoints, which means its newest.
+
     Raises:
         StorageFileError: the file is missing, truncated, damaged, of a newer format or of another kind.
     """
-    tensors, metadata = read_tensors(path, on_tensor=on_tensor)
-    require_format(path, metadata, KIND, VERSION)
-    step, world_size = _number(path, metadata, "step", MAX_STEP), _number(path, metadata, "world_size", MAX_WORLD_SIZE)
-    if not world_size:
-        raise DamagedFileError(path, "its world_size is '0': a run has at least one rank")
-    groups: dict[str, dict[str, Tensor]] = {"weights": {}, "moments.first": {}, "moments.second": {}}
-    ranks: list[dict[str, Tensor]] = [{} for _ in range(min(world_size, len(tensors)))]
-    single: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        prefix = next((p for p in groups if name.startswith(p + ".")), None)
-        if prefix is not None:
-            if tensor.dtype != torch.float32:
-                raise DamagedFileError(path, f"entry {name[:80]!r} is {tensor.dtype}: it must be float32")
-            groups[prefix][name[len(prefix) + 1 :]] = tensor
-        elif name.startswith("ranks."):
-            number, _, rest = name[len("ranks.") :].partition(".")
-            if not (number.isascii() and number.isdigit() and int(number) < len(ranks)):
-                raise DamagedFileError(path, f"entry {name[:80]!r} is of no rank among {world_size}")
-            ranks[int(number)][rest] = tensor
-        elif name in ("updates", "counters"):
-            single[name] = tensor
-        else:
-            raise DamagedFileError(path, f"entry {name[:80]!r} has no meaning in a checkpoint")
-    _require(path, single, "updates", torch.float32, ())
-    _require(path, single, "counters", torch.int64, (4,))
+    path = find_checkpoint(Path(path)) if Path(path).is_dir() else path
+    snapshot = read_snapshot(path, FORM, on_tensor=on_tensor)
+    structure, tensors = snapshot.structure, snapshot.tensors
     try:
-        config = trainer_config_from_json(json.loads(metadata.get("config", "")))
+        for name, dtype, shape in (("updates", torch.float32, ()), ("counters", torch.int64, (4,))):
+            if tensors[name].dtype != dtype or tuple(tensors[name].shape) != shape:
+                raise ValueError(f"entry {name!r} is {tensors[name].dtype} {list(tensors[name].shape)}: it must be {dtype} {list(shape)}")
+        groups = {prefix: {name: tensors[f"{prefix}.{name}"] for name in structure["groups"][prefix]} for prefix in GROUPS}
+        for prefix, group in groups.items():
+            for name, tensor in group.items():
+                if tensor.dtype != torch.float32:
+                    raise ValueError(f"entry '{prefix}.{name[:80]}' is {tensor.dtype}: it must be float32")
+        ranks = [RankState.of_part(part) for part in parts_of(snapshot)]
+        step = _count(structure, "step")
+    except ValueError as error:
+        raise DamagedFileError(path, f"is no whole checkpoint: {error}") from error
+    try:
+        config = trainer_config_from_json(structure["config"])
     except (ValueError, RecursionError) as error:
         raise DamagedFileError(path, f"its configuration cannot be read: {error}") from error
-    states = [RankState.from_tensors(path, rank) for rank in ranks]
-    states += [RankState() for _ in range(world_size - len(states))]
     return CheckpointContent(
         config=config,
         step=step,
         weights=groups["weights"],
         first=groups["moments.first"],
         second=groups["moments.second"],
-        updates=single["updates"],
-        counters=single["counters"],
-        ranks=states,
+        updates=tensors["updates"],
+        counters=tensors["counters"],
+        ranks=ranks,
     )
+
+
+def _named(structure: dict[str, Any]) -> set[str]:
+    groups = structure["groups"]
+    if not isinstance(groups, dict) or sorted(groups) != sorted(GROUPS) or not all(isinstance(names, list) for names in groups.values()):
+        raise ValueError("its 'groups' is malformed: it names weights and moments")
+    if not isinstance(structure["config"], dict):
+        raise ValueError("its 'config' is malformed")
+    named = {f"{prefix}.{name}" for prefix, names in groups.items() for name in names}
+    return named | {"updates", "counters"} | names_of_parts(structure)
+
+
+FORM = Form(KIND, VERSION, _named)
 
 
 def require_entries(
@@ -208,29 +220,24 @@ def versions() -> dict[str, str]:
 def fold_ranks(states: list[RankState], rank: int, world_size: int) -> RankState:
     """The state of `rank` in a world of `world_size`, from the states of another world.
 
-    The window's gradients are sums, so rank 0 takes their total and the finished gradient stays the same; a stream's position is dealt
-    by whoever loads it, from the merged state.
+    The window's gradients are sums, dealt as a record's are, so that the finished gradient stays the same; a stream's position is dealt by
+    whoever loads it, from the merged state.
     """
     if len(states) == world_size:
         return states[rank]
     merged = RankState(stream=_merge_streams([s.stream for s in states if s.stream]))
+    # Windows are opened and ended by all ranks together, so one without gradients has as many micro-batches.
     merged.micro_batches = max(s.micro_batches for s in states)
     if not merged.micro_batches:
         return merged
     like = next(s for s in states if s.counts is not None and s.sums is not None)
     assert like.counts is not None and like.sums is not None
-    merged.counts, merged.sums = torch.zeros_like(like.counts), torch.zeros_like(like.sums)
-    if rank == 0:
-        for state in states:
-            if state.counts is not None and state.sums is not None:
-                merged.counts += state.counts
-                merged.sums += state.sums
-            merged.truncated += state.truncated
-            merged.dropped += state.dropped
-            for term, gradients in state.pending.items():
-                into = merged.pending.setdefault(term, {})
-                for name, gradient in gradients.items():
-                    into[name] = into[name] + gradient if name in into else gradient.clone()
+    taken = [states[r] for r in ranks_taken(rank, world_size, len(states))]
+    merged.counts = sum((s.counts for s in taken if s.counts is not None), torch.zeros_like(like.counts))
+    merged.sums = sum((s.sums for s in taken if s.sums is not None), torch.zeros_like(like.sums))
+    merged.truncated, merged.dropped = sum(s.truncated for s in taken), sum(s.dropped for s in taken)
+    terms = sorted({term for s in taken for term in s.pending})
+    merged.pending = {term: summed([s.pending[term] for s in taken if term in s.pending]) for term in terms}
     return merged
 
 
@@ -242,14 +249,18 @@ def _merge_streams(streams: list[bytes]) -> bytes:
     return StreamState.merge([StreamState.from_bytes(s) for s in streams]).to_bytes()
 
 
-def _number(path: str | Path, metadata: Mapping[str, str], name: str, most: int) -> int:
-    text = metadata.get(name, "")
-    if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) <= most):
-        raise DamagedFileError(path, f"its {name} is {text[:40]!r}: it must be a whole number up to {most}")
-    return int(text)
+def _count(table: Mapping[str, Any], name: str) -> int:
+    value = table.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_COUNT:
+        raise ValueError(f"{name!r} is {str(value)[:40]}: it must be a whole number up to {MAX_COUNT}")
+    return value
 
 
-def _require(path: str | Path, tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    tensor = tensors.get(name)
-    if tensor is None or tensor.dtype != dtype or tuple(tensor.shape) != shape:
-        raise DamagedFileError(path, f"entry {name!r} is missing or of another type or shape")
+def _numbers(table: Mapping[str, Any], name: str) -> Tensor:
+    values = table.get(name)
+    try:
+        if not isinstance(values, list) or len(values) > 100:
+            raise TypeError("no short list")
+        return torch.tensor([float.fromhex(value) for value in values], dtype=torch.float64)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"an open accumulation window's {name!r} is malformed ({error})") from error

@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from treadle.shape import BatchShape, Negatives, Objective, PairLossForm, require_count
+from treadle.shape import BatchShape, Negatives, Objective, PairLossForm, require_count, settle_numbers
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +24,7 @@ MAX_INVERSE_TEMPERATURE = 100.0
 MAX_NUMBER = 3.4028234e38
 """Weights, losses and temperatures are fp32: a number beyond its range would be infinite there."""
 MAX_MATRYOSHKA_DIMENSIONS = 8
+MAX_TIMEOUT_S = 1e9
 
 Progress = Callable[[int, int], bool | None]
 """`progress(done, total)` counts tensors; answering False stops the call."""
@@ -81,6 +82,7 @@ class Masking:
     """Weight of the audio term [1]."""
 
     def __post_init__(self) -> None:
+        settle_numbers(self)
         for name in (
             "token_mask_probability",
             "replace_fraction",
@@ -147,16 +149,17 @@ class Contrastive:
     """The loss of a row of scores [SIGMOID]."""
 
     def __post_init__(self) -> None:
+        settle_numbers(self)
         widths = self.matryoshka_dimensions
         if not isinstance(widths, tuple | list):
             raise ValueError(f"Contrastive.matryoshka_dimensions is {widths!r}: it must be a tuple of widths, such as (64, 128)")
-        object.__setattr__(self, "matryoshka_dimensions", widths := tuple(widths))
         if len(widths) > MAX_MATRYOSHKA_DIMENSIONS:
             raise ValueError(
                 f"Contrastive.matryoshka_dimensions names {len(widths)} widths: at most {MAX_MATRYOSHKA_DIMENSIONS} are scored"
             )
+        widths = tuple(require_count("Contrastive", "matryoshka_dimensions", width, 8) for width in widths)
+        object.__setattr__(self, "matryoshka_dimensions", widths)
         for width in widths:
-            require_count("Contrastive", "matryoshka_dimensions", width, 8)
             if width % 8:
                 raise ValueError(f"Contrastive.matryoshka_dimensions holds {width}: each width must be a multiple of 8")
         if any(a >= b for a, b in pairwise(widths)):
@@ -215,6 +218,7 @@ class LateInteraction:
     """The loss of a query's row of scores [RANKED]."""
 
     def __post_init__(self) -> None:
+        settle_numbers(self)
         require_number("LateInteraction", "weight", self.weight, 0)
         require_count("LateInteraction", "width", self.width)
         if self.width % 8:
@@ -248,6 +252,7 @@ class Choices:
     """Weight of the term; positive needs the batch's `max_choices_per_item`."""
 
     def __post_init__(self) -> None:
+        settle_numbers(self)
         require_number("Choices", "weight", self.weight, 0)
 
 
@@ -265,6 +270,7 @@ class Schedule:
     """Steps up to the peak [min(400, steps // 10)]; none when derived below 10 steps."""
 
     def __post_init__(self) -> None:
+        settle_numbers(self)
         if self.steps == 0:
             raise ValueError("Schedule.steps is 0: a run takes at least one step")
         require_count("Schedule", "steps", self.steps, 1, 2**40)
@@ -323,6 +329,7 @@ class OptimizerConfig:
     """The gradient's norm is clipped to this; 0 clips nothing."""
 
     def __post_init__(self) -> None:
+        settle_numbers(self)
         for name in ("beta1", "beta2"):
             require_number("OptimizerConfig", name, getattr(self, name), 0, 1)
             if getattr(self, name) == 1:
@@ -332,6 +339,42 @@ class OptimizerConfig:
             raise ValueError("OptimizerConfig.eps is 0: it must be positive, or a zero gradient divides by zero")
         require_number("OptimizerConfig", "weight_decay", self.weight_decay, 0)
         require_number("OptimizerConfig", "max_gradient_norm", self.max_gradient_norm, 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeshOptions:
+    """How this process finds its world."""
+
+    host_domain_index: int = 0
+    """This process's number among those that meet in `directory`; its rank."""
+    host_domain_count: int = 1
+    """Processes that meet in `directory`."""
+    directory: str | Path | None = None
+    """A folder that all processes see; None reads torchrun's environment, and without one runs this process alone."""
+    job: str = ""
+    """The run's name: processes of other jobs may use the same folder."""
+    timeout_s: float = 300.0
+    """How long to wait for the others before naming the missing, seconds."""
+    collective_timeout_s: float = 1800.0
+    """How long a collective may wait for a rank, seconds."""
+
+    def __post_init__(self) -> None:
+        settle_numbers(self)
+        if self.directory is not None and not isinstance(self.directory, str | Path):
+            raise ValueError(f"MeshOptions.directory is {self.directory!r}: it must be the path of a folder, or None")
+        require_member("MeshOptions", "job", self.job, str)
+        require_count("MeshOptions", "host_domain_count", self.host_domain_count, 1, 2**24 - 1)
+        require_count("MeshOptions", "host_domain_index", self.host_domain_index, 0)
+        if self.host_domain_index >= self.host_domain_count:
+            raise ValueError(
+                f"MeshOptions.host_domain_index is {self.host_domain_index}: it must be below host_domain_count, {self.host_domain_count}"
+            )
+        if self.directory is None and self.host_domain_count > 1:
+            raise ValueError(
+                f"MeshOptions.host_domain_count is {self.host_domain_count} but directory is None: name a folder to meet in, or use torchrun"
+            )
+        require_number("MeshOptions", "timeout_s", self.timeout_s, 0, MAX_TIMEOUT_S)
+        require_number("MeshOptions", "collective_timeout_s", self.collective_timeout_s, 1, MAX_TIMEOUT_S)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -368,12 +411,20 @@ class TrainerConfig:
     """None takes CUDA where there is one, else the CPU."""
     precision: Literal["fp32", "bf16"] | None = None
     """Compute type; None takes bf16 on CUDA and fp32 on the CPU. Master weights are fp32 either way."""
+    parallel: Literal["replicate", "shard", "hybrid"] = "replicate"
+    """Whether every rank holds the tower's blocks whole, shares them out over all ranks, or over groups of ranks."""
+    shard_ranks: int = 0
+    """Ranks that share one copy of the blocks under `hybrid`; 0 derives the ranks of a machine."""
+    recompute_blocks: bool = False
+    """Keep each block's input alone and run it again in the backward pass: memory of one block instead of all, a third more work, the same
+    bits."""
     progress: Progress | None = None
     """Reports the tensors placed on a resume; answering False raises `Stopped`."""
     progress_steps: int = 0
     """Reports at most, the last at completion [10]."""
 
     def __post_init__(self) -> None:
+        settle_numbers(self)
         require_count("TrainerConfig", "depth", self.depth, 1, 1024)
         require_count("TrainerConfig", "hidden", self.hidden, 128, 2**16)
         if self.hidden % 128:
@@ -401,6 +452,10 @@ class TrainerConfig:
         if self.progress is not None and not callable(self.progress):
             raise ValueError(f"TrainerConfig.progress is {self.progress!r}: it must be called with (done, total), or None")
         require_count("TrainerConfig", "progress_steps", self.progress_steps)
+        if self.parallel not in ("replicate", "shard", "hybrid"):
+            raise ValueError(f"TrainerConfig.parallel is {self.parallel!r}: it must be 'replicate', 'shard' or 'hybrid'")
+        require_count("TrainerConfig", "shard_ranks", self.shard_ranks, 0, 2**17)
+        require_member("TrainerConfig", "recompute_blocks", self.recompute_blocks, bool)
         if self.precision is not None and (not isinstance(self.precision, str) or self.precision not in ("fp32", "bf16")):
             raise ValueError(f"TrainerConfig.precision is {self.precision!r}: it must be 'fp32', 'bf16' or None")
         if self.resume is not None and self.init is not None:

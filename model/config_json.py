@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from treadle.model.config import Choices, Contrastive, LateInteraction, Masking, OptimizerConfig, Schedule, TrainerConfig
 from treadle.shape import AudioShape, BatchShape, ImageShape, Negatives, Objective, PairLossForm, VideoShape
 
-NOT_RECORDED = ("mesh", "resume", "init", "device", "progress", "progress_steps")
+NOT_RECORDED = ("mesh", "resume", "init", "device", "recompute_blocks", "parallel", "shard_ranks", "progress", "progress_steps")
 """Fields that belong to a process, not to a run."""
 
 _NESTED: dict[str, type[Any]] = {

@@ -27,6 +27,22 @@ class Deferred(Generic[T]):
         """Whether the call has ended, with a value or an error."""
         return self._future.done()
 
+    def then(self, call: Callable[[], None]) -> "Deferred[None]":
+        """The answer of `call`, made after this one without an error, in its thread; at once where that has ended."""
+        after: Future[None] = Future()
+
+        def run(ended: "Future[T]") -> None:
+            try:
+                ended.result()
+                call()
+            except BaseException as error:
+                after.set_exception(error)
+            else:
+                after.set_result(None)
+
+        self._future.add_done_callback(run)
+        return Deferred(after)
+
 
 def settled(value: T) -> Deferred[T]:
     """The answer of a call that has ended with `value`."""

@@ -71,9 +71,9 @@ class Embedding(nn.Module):
         prefixes = self.prefix.index_select(0, layout.modality_S.index_select(0, layout.segment_P.index_select(0, layout.positions[0])))
         text, mask = layout.positions[Modality.TEXT + 1], layout.positions[MASK]
         position_N = torch.cat([text, mask])
-        rows, positions = [prefixes, byte_embed(self.byte, self._shown(layout, corruption, text, mask))], [layout.positions[0], position_N]
+        rows, positions = [prefixes, byte_embed(self.byte, self.shown(layout, corruption, text, mask))], [layout.positions[0], position_N]
         for modality in self._media:
-            shown_N, hidden_N = self._split(layout, corruption, modality)
+            shown_N, hidden_N = self.split(layout, corruption, modality)
             rows += [self._embed(layout, modality, shown_N), self._hide(modality, hidden_N)]
             positions += [shown_N, hidden_N]
         place_P = torch.cat(positions)
@@ -85,7 +85,8 @@ class Embedding(nn.Module):
         return permute_rows(torch.cat([row.to(wide) for row in rows]), source_P)
 
     @staticmethod
-    def _shown(layout: BatchLayout, corruption: Corruption | None, text_N: Tensor, mask_N: Tensor) -> Tensor:
+    def shown(layout: BatchLayout, corruption: Corruption | None, text_N: Tensor, mask_N: Tensor) -> Tensor:
+        """The byte that each text position shows, then MASK for each mask position."""
         segment_N, byte_N = layout.token_of(text_N)
         shown = torch.full((layout.num_positions,), MASK_BYTE, dtype=torch.int64, device=layout.device)
         shown[text_N] = layout.tape.index_select(0, layout.tape_offsets_S1.index_select(0, segment_N) + byte_N).long()
@@ -94,7 +95,7 @@ class Embedding(nn.Module):
         return shown.index_select(0, torch.cat([text_N, mask_N]))
 
     @staticmethod
-    def _split(layout: BatchLayout, corruption: Corruption | None, modality: Modality) -> tuple[Tensor, Tensor]:
+    def split(layout: BatchLayout, corruption: Corruption | None, modality: Modality) -> tuple[Tensor, Tensor]:
         """The modality's positions that show their payload, and those that show the learned vector."""
         position_N = layout.positions[modality + 1]
         if corruption is None:

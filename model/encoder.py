@@ -122,8 +122,7 @@ class Encoder:
             DecodeError: a content cannot be decoded; its `index` says which.
             ValueError: the modality is not encoded here, or `dimensions` is out of range.
         """
-        width = self.hidden if dimensions is None else dimensions
-        require_count("Encoder", "dimensions", width, 1, self.hidden)
+        width = require_count("Encoder", "dimensions", self.hidden if dimensions is None else dimensions, 1, self.hidden)
         listed = _listed(contents)
         out_NM = torch.full((len(listed), width), torch.nan, device=self.device)
         for batch, index_S in self._batches(modality, listed, None, on_error):

@@ -37,7 +37,7 @@ class TokenHead(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class _Sides:
+class Sides:
     """Queries and documents of a batch, those without a token left out."""
 
     query_Q: Tensor
@@ -51,17 +51,18 @@ def _among(chosen_S: Tensor) -> tuple[Tensor, Tensor]:
     return chosen_S.nonzero()[:, 0], index_S
 
 
-def _sides(layout: BatchLayout, contrastive: Contrastive) -> _Sides:
+def late_sides(layout: BatchLayout, contrastive: Contrastive) -> Sides:
+    """Who is a query and who a document of a batch, and which of them attract and repel."""
     present_S, side_S = layout.tokens_S > 0, layout.side_S
     both_S = side_S == LateInteractionSide.QUERY_AND_DOCUMENT
     query_Q, query_S = _among(present_S & (both_S | (side_S == LateInteractionSide.QUERY)))
     document_N, document_S = _among(present_S & (both_S | (side_S == LateInteractionSide.DOCUMENT)))
     named = named_pairs(layout, query_S, len(query_Q), document_S)
     groups_Q, groups_N = layout.group_S[query_Q], layout.group_S[document_N]
-    return _Sides(query_Q, document_N, PairRows(document_S[query_Q], groups_Q, groups_N, named, ambient_weight(contrastive)))
+    return Sides(query_Q, document_N, PairRows(document_S[query_Q], groups_Q, groups_N, named, ambient_weight(contrastive)))
 
 
-def _tokens(layout: BatchLayout, segments: Tensor, most: int | None = None) -> tuple[Tensor, Tensor]:
+def late_tokens(layout: BatchLayout, segments: Tensor, most: int | None = None) -> tuple[Tensor, Tensor]:
     """Positions of the first `most` tokens past the prefix of each segment, and their offsets."""
     counts = layout.tokens_S[segments] if most is None else layout.tokens_S[segments].clamp_max(most)
     offsets = torch.cat([counts.new_zeros(1), torch.cumsum(counts, 0)])
@@ -76,7 +77,7 @@ def late_interaction_count(layout: BatchLayout, config: LateInteraction, contras
     Args:
         config, contrastive: resolved; the second says what repels.
     """
-    return anchors_with_pairs(_sides(layout, contrastive).pairs, pair_form(config.pair_loss)).sum()
+    return anchors_with_pairs(late_sides(layout, contrastive).pairs, pair_form(config.pair_loss)).sum()
 
 
 def late_interaction_sum(
@@ -88,9 +89,9 @@ def late_interaction_sum(
         states_PD: final-norm states.
         config, contrastive: resolved; the second says what repels.
     """
-    sides = _sides(layout, contrastive)
-    query_T, query_offsets_Q1 = _tokens(layout, sides.query_Q, config.max_query_span)
-    document_K, document_offsets_N1 = _tokens(layout, sides.document_N)
+    sides = late_sides(layout, contrastive)
+    query_T, query_offsets_Q1 = late_tokens(layout, sides.query_Q, config.max_query_span)
+    document_K, document_offsets_N1 = late_tokens(layout, sides.document_N)
     scores_QN = maxsim(head(states_PD[query_T]), head(states_PD[document_K]), query_offsets_Q1, document_offsets_N1)
     group_Q = layout.temperature_group_S[sides.query_Q]
     scale_Q1 = temperatures.log_scale_G[group_Q].exp()[:, None]

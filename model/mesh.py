@@ -11,10 +11,10 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -22,10 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treadle.model.config import require_member, require_number
+from treadle.model.config import MeshOptions
 from treadle.model.device import pick_device
-from treadle.model.mesh_rendezvous import meet
-from treadle.shape import require_count
+from treadle.model.mesh_rendezvous import arrive, meet
+from treadle.model.mesh_traffic import Traffic, gather_bytes, sum_bytes
+from treadle.model.mesh_watch import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -33,42 +34,9 @@ BUCKET_BYTES = 25 * 2**20
 """Gradients are summed in slices of this many bytes, cut at the same places in every step."""
 
 MAX_MESSAGE_BYTES = 2**36
-MAX_TIMEOUT_S = 1e9
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MeshOptions:
-    """How this process finds its world."""
-
-    host_domain_index: int = 0
-    """This process's number among those that meet in `directory`; its rank."""
-    host_domain_count: int = 1
-    """Processes that meet in `directory`."""
-    directory: str | Path | None = None
-    """A folder that all processes see; None reads torchrun's environment, and without one runs this process alone."""
-    job: str = ""
-    """The run's name: processes of other jobs may use the same folder."""
-    timeout_s: float = 300.0
-    """How long to wait for the others before naming the missing, seconds."""
-    collective_timeout_s: float = 1800.0
-    """How long a collective may wait for a rank, seconds."""
-
-    def __post_init__(self) -> None:
-        if self.directory is not None and not isinstance(self.directory, str | Path):
-            raise ValueError(f"MeshOptions.directory is {self.directory!r}: it must be the path of a folder, or None")
-        require_member("MeshOptions", "job", self.job, str)
-        require_count("MeshOptions", "host_domain_count", self.host_domain_count, 1, 2**24 - 1)
-        require_count("MeshOptions", "host_domain_index", self.host_domain_index, 0)
-        if self.host_domain_index >= self.host_domain_count:
-            raise ValueError(
-                f"MeshOptions.host_domain_index is {self.host_domain_index}: it must be below host_domain_count, {self.host_domain_count}"
-            )
-        if self.directory is None and self.host_domain_count > 1:
-            raise ValueError(
-                f"MeshOptions.host_domain_count is {self.host_domain_count} but directory is None: name a folder to meet in, or use torchrun"
-            )
-        require_number("MeshOptions", "timeout_s", self.timeout_s, 0, MAX_TIMEOUT_S)
-        require_number("MeshOptions", "collective_timeout_s", self.collective_timeout_s, 1, MAX_TIMEOUT_S)
+WATCH_GRACE_S = 30.0
+"""How much longer than the watch the backend waits, which names nobody."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,6 +60,20 @@ class World:
 
     rank = 0
     size = 1
+    after_rows: Callable[[], None] | None = None
+    """Called when a backward pass has brought gathered rows' gradients back."""
+
+    def __init__(self) -> None:
+        self.traffic = Traffic()
+        """What this rank has sent."""
+
+    def close(self) -> None:
+        """Ends what watches over the collectives."""
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent since it joined."""
+        return self.traffic.total
 
     def gather(self, x_SD: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
         """All ranks' rows in rank order, `[N, ...]`; differentiable, the backward pass sums over ranks what each took from a row.
@@ -109,6 +91,13 @@ class World:
     def sum_gradients(self, flat: Tensor) -> None:
         """Sums a flat gradient over ranks, in place, slice by slice."""
 
+    def begin_sum(self, x: Tensor) -> object:
+        """Begins to sum a part of the gradient over ranks, in place; answers what `wait_for` takes. Nothing may touch `x` until then."""
+        return None
+
+    def wait_for(self, work: object) -> None:
+        """Waits for what `begin_sum` began; on CUDA only the current stream does."""
+
     def exchange(self, values: Sequence[int]) -> list[list[int]]:
         """Every rank's integers, by rank; all ranks give equally many. Host only."""
         return [list(values)]
@@ -121,6 +110,10 @@ class World:
         """Every rank's bytes, by rank, on rank 0 alone; None elsewhere. Host only, one rank at a time."""
         return [data]
 
+    def share_bytes(self, data: bytes) -> bytes:
+        """Rank 0's bytes, on every rank. Host only."""
+        return data
+
 
 class ProcessWorld(World):
     """The ranks of torch's default process group."""
@@ -128,9 +121,27 @@ class ProcessWorld(World):
     def __init__(self) -> None:
         import torch.distributed as dist
 
+        super().__init__()
         self._dist = dist
+        self._watch: Watch | None = None
+        # The older name warns where there is a newer one.
+        name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+        self._scatter: Callable[[Tensor, Tensor], object] = getattr(dist, name)
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
+
+    def watch(self, timeout_s: float) -> None:
+        """From now on a rank that keeps the others waiting for longer than `timeout_s` is named, and all end with their stacks told."""
+        store = self._dist.distributed_c10d._get_default_store()
+        self._watch = Watch(store.clone() if hasattr(store, "clone") else store, self.rank, self.size, timeout_s)
+
+    def close(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+
+    def _waiting(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext() if self._watch is None else self._watch.waiting(name)
 
     def gather(self, x_SD: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
         if sizes is None:
@@ -139,66 +150,134 @@ class ProcessWorld(World):
         return gathered
 
     def all_sum(self, x: Tensor) -> Tensor:
-        self._dist.all_reduce(x)
+        self.traffic.sums += sum_bytes(self.size, x.nbytes)
+        with self._waiting("a sum"):
+            self._dist.all_reduce(x)
         return x
 
     def sum_gradients(self, flat: Tensor) -> None:
         step = BUCKET_BYTES // flat.element_size()
-        waits = [self._dist.all_reduce(flat[at : at + step], async_op=True) for at in range(0, flat.numel(), step)]
-        for wait in filter(None, waits):
-            wait.wait()
+        for work in [self.begin_sum(flat[at : at + step]) for at in range(0, flat.numel(), step)]:
+            self.wait_for(work)
+
+    def begin_sum(self, x: Tensor) -> object:
+        self.traffic.gradients += sum_bytes(self.size, x.nbytes)
+        return self._dist.all_reduce(x, async_op=True)
+
+    def wait_for(self, work: object) -> None:
+        if isinstance(work, self._dist.Work):
+            with self._waiting("a sum of gradients"):
+                work.wait()
 
     def exchange(self, values: Sequence[int]) -> list[list[int]]:
         mine = torch.tensor(list(values), dtype=torch.int64)
-        everyone = [torch.empty_like(mine) for _ in range(self.size)]
-        self._dist.all_gather(everyone, mine)
-        return [row.tolist() for row in everyone]
+        self.traffic.host += gather_bytes(self.size, mine.nbytes)
+        with self._waiting("an exchange of counts"):
+            # Bruck's gather: each round doubles what a rank knows, log2(W) rounds where the backend's ring takes W - 1.
+            known = mine.new_empty((self.size, len(mine)))
+            known[0] = mine
+            count = 1
+            while count < self.size:
+                new = min(count, self.size - count)
+                sent = self._dist.isend(known[:new], dst=(self.rank - count) % self.size)
+                self._dist.recv(known[count : count + new], src=(self.rank + count) % self.size)
+                assert sent is not None
+                sent.wait()
+                count += new
+        # Row i is of the rank i places after this one.
+        rows: list[list[int]] = known.roll(self.rank, 0).tolist()
+        return rows
 
     def exchange_bytes(self, data: bytes) -> list[bytes]:
         lengths = [row[0] for row in self.exchange([len(data)])]
         padded = _to_tensor(data, max(lengths))
         everyone = [torch.empty_like(padded) for _ in range(self.size)]
-        self._dist.all_gather(everyone, padded)
+        self.traffic.host += gather_bytes(self.size, padded.nbytes)
+        with self._waiting("an exchange of messages"):
+            self._dist.all_gather(everyone, padded)
         return [row[:length].numpy().tobytes() for row, length in zip(everyone, lengths, strict=True)]
 
     def collect_bytes(self, data: bytes) -> list[bytes] | None:
         lengths = [row[0] for row in self.exchange([len(data)])]
         if self.rank:
-            if data:
-                self._dist.send(_to_tensor(data, len(data)), dst=0)
+            with self._waiting("a message to rank 0"):
+                if data:
+                    self.traffic.host += len(data)
+                    self._dist.send(_to_tensor(data, len(data)), dst=0)
             return None
         parts = [data]
         for rank in range(1, self.size):
             part = torch.empty(lengths[rank], dtype=torch.uint8)
             if lengths[rank]:
-                self._dist.recv(part, src=rank)
+                with self._waiting("a message to rank 0"):
+                    self._dist.recv(part, src=rank)
             parts.append(part.numpy().tobytes())
         return parts
+
+    def share_bytes(self, data: bytes) -> bytes:
+        length = torch.tensor([len(data)])
+        with self._waiting("a message of rank 0"):
+            self._dist.broadcast(length, src=0)
+        shared = _to_tensor(data if self.rank == 0 else b"", int(length))
+        with self._waiting("a message of rank 0"):
+            self._dist.broadcast(shared, src=0)
+        return shared.numpy().tobytes()
 
     def gather_rows(self, x: Tensor, sizes: list[int]) -> Tensor:
         """`gather` without a gradient."""
         most = max(sizes)
-        padded = x.new_zeros((most, *x.shape[1:]))
-        padded[: x.shape[0]] = x
-        everyone = [torch.empty_like(padded) for _ in sizes]
-        self._dist.all_gather(everyone, padded)
+        padded = x.contiguous()
+        if x.shape[0] < most:
+            padded = x.new_zeros((most, *x.shape[1:]))
+            padded[: x.shape[0]] = x
+        # One buffer: where all ranks hold equally many rows it is the answer, and the only copy of the world's rows.
+        whole = x.new_empty((self.size, most, *x.shape[1:]))
+        everyone = list(whole.unbind(0))
+        with self._waiting("a gather of rows"):
+            self.traffic.rows += gather_bytes(self.size, padded.nbytes)
+            self._dist.all_gather(everyone, padded)
+        if min(sizes) == most:
+            return whole.flatten(0, 1)
         return torch.cat([rows[:size] for rows, size in zip(everyone, sizes, strict=True)])
+
+    def scatter_rows(self, x_ND: Tensor, sizes: Sequence[int]) -> Tensor:
+        """This rank's rows of the sum over ranks of `[N, ...]`: a reduce-scatter, parts padded to the largest."""
+        most = max(sizes)
+        padded = x_ND.contiguous()
+        if min(sizes) < most:
+            padded = x_ND.new_zeros((self.size, most, *x_ND.shape[1:]))
+            for part, rows in zip(padded, torch.split(x_ND, list(sizes)), strict=True):
+                part[: len(rows)] = rows
+            padded = padded.flatten(0, 1)
+        mine = x_ND.new_empty((most, *x_ND.shape[1:]))
+        if mine.numel():
+            self.traffic.rows_back += gather_bytes(self.size, mine.nbytes)
+            with self._waiting("a scatter of rows"):
+                self._scatter(mine, padded)
+        return mine[: sizes[self.rank]]
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: "torch.autograd.function.FunctionCtx", x: Tensor, world: ProcessWorld, sizes: list[int]) -> Tensor:
-        first = sum(sizes[: world.rank])
-        ctx.place = (world, first, first + x.shape[0])  # type: ignore[attr-defined]
+        ctx.place = (world, sizes)  # type: ignore[attr-defined]
         return world.gather_rows(x.detach(), sizes)
 
     @staticmethod
     def backward(ctx: "torch.autograd.function.FunctionCtx", *gradients: Tensor) -> tuple[Tensor, None, None]:
-        # A reduce-scatter over uneven rows is a sum whose other rows are thrown away: gloo has no better one, and N * D floats are
-        # little beside a gradient.
-        world, first, last = ctx.place  # type: ignore[attr-defined]
-        summed = world.all_sum(gradients[0].contiguous().clone())
-        return summed[first:last], None, None
+        world, sizes = ctx.place  # type: ignore[attr-defined]
+        mine: Tensor = world.scatter_rows(gradients[0], sizes)
+        if world.after_rows is not None:
+            world.after_rows()
+        return mine, None, None
+
+
+def joined_world() -> World:
+    """The world of torch's default process group where this process has joined one, else this process alone."""
+    import torch.distributed as dist
+
+    joined = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return ProcessWorld() if joined else World()
 
 
 def _to_tensor(data: bytes, length: int) -> Tensor:
@@ -263,6 +342,7 @@ class Mesh:
 
     def close(self) -> None:
         """Leaves the world; nothing else may use it afterwards."""
+        self.world.close()
         if self.world.size > 1:
             import torch.distributed as dist
 
@@ -334,13 +414,20 @@ def _bootstrap_by_environment(options: MeshOptions, device: str | torch.device |
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             if not os.environ.get(name):
                 raise ValueError(f"environment variable {name} is not set: start the process with torchrun, or set it to rank 0's")
+        from torch.distributed.rendezvous import rendezvous
+
+        # The agent of torchrun gives every restart its own part of the store; others start a store with rank 0.
+        wait = timedelta(seconds=options.timeout_s)
+        store, _, _ = next(iter(rendezvous("env://", numbers["RANK"], numbers["WORLD_SIZE"], timeout=wait)))
+        arrive(store, numbers["RANK"], numbers["WORLD_SIZE"], options.timeout_s)
         dist.init_process_group(
             _backend_for(picked),
+            store=store,
             rank=numbers["RANK"],
             world_size=numbers["WORLD_SIZE"],
-            timeout=timedelta(seconds=options.collective_timeout_s),
+            timeout=timedelta(seconds=options.collective_timeout_s + WATCH_GRACE_S),
         )
-    return _joined(picked)
+    return _joined(picked, options)
 
 
 def _bootstrap_by_folder(options: MeshOptions, device: str | torch.device | None) -> Mesh:
@@ -351,7 +438,7 @@ def _bootstrap_by_folder(options: MeshOptions, device: str | torch.device | None
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # re-exported without saying so
 
     stores: list[TCPStore] = []
-    timeout = timedelta(seconds=options.collective_timeout_s)
+    timeout = timedelta(seconds=options.collective_timeout_s + WATCH_GRACE_S)
 
     def open_store(hosts: list[str]) -> tuple[str, int]:
         address = "127.0.0.1" if len(set(hosts)) == 1 else _own_address()
@@ -368,7 +455,7 @@ def _bootstrap_by_folder(options: MeshOptions, device: str | torch.device | None
     dist.init_process_group(
         _backend_for(picked), store=PrefixStore(meeting.nonce, stores[0]), rank=index, world_size=count, timeout=timeout
     )
-    mesh = _joined(picked)
+    mesh = _joined(picked, options)
     meeting.close()
     return mesh
 
@@ -383,8 +470,9 @@ def _own_address() -> str:
             return socket.gethostbyname(socket.gethostname())
 
 
-def _joined(device: torch.device) -> Mesh:
+def _joined(device: torch.device, options: MeshOptions) -> Mesh:
     world = ProcessWorld()
+    world.watch(options.collective_timeout_s)
     hosts = len(set(world.exchange_bytes(socket.gethostname().encode())))
     backend = "nccl" if device.type == "cuda" else "gloo"
     logger.info("rank %d of %d on %s, %d hosts, %s", world.rank, world.size, device, hosts, backend)

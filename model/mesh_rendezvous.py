@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 POLL_S = 0.02
 MAX_POLL_S = 0.5
@@ -35,6 +36,108 @@ class RendezvousError(ValueError):
 
 class PeersMissingError(TimeoutError):
     """Some processes did not come within the time-out; the message names them."""
+
+
+class FolderRefusedError(OSError):
+    """The folder to meet in cannot be written: it is full, read-only or gone."""
+
+
+class Store(Protocol):
+    """What meeting by torchrun's environment needs of torch's key-value stores."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+
+    def get(self, key: str, /) -> bytes: ...
+
+    def add(self, key: str, amount: int, /) -> int: ...
+
+    def check(self, keys: list[str], /) -> bool: ...
+
+
+def arrive(store: Store, rank: int, size: int, timeout_s: float) -> None:
+    """Meets the other ranks in the world's store, before any of them waits in a backend that names nobody.
+
+    The store may hold what an earlier start of the same ranks left there, so the protocol is that of folders: rank 0 calls with a nonce, the
+    others answer with theirs, and each accepts only an agreement or a refusal that lists its own.
+
+    Raises:
+        RendezvousError: a rank came twice, or with another world size; raised by all that wait.
+        PeersMissingError: not all came within `timeout_s`; the message names the missing.
+    """
+    deadline = time.monotonic() + timeout_s
+    mine = f"{secrets.token_hex(8)}|{size}|{socket.gethostname()}"
+    wait_s = POLL_S
+    if rank == 0:
+        call = secrets.token_hex(8)
+        _answer(store, call, rank, mine)
+        store.set("treadle/call", call)
+        while True:
+            arrived = store.add(f"treadle/{call}/arrived", 0)
+            if arrived >= size or time.monotonic() > deadline:
+                members, reason = _arrived(store, call, size)
+                missing = not reason and len(members) < size
+                if missing:
+                    reason = _ranks_missing(sorted(set(range(size)) - members.keys()), size, timeout_s)
+                listed = [name for names in members.values() for name in names]
+                store.set(f"treadle/{call}/answer", json.dumps({"members": listed, "reason": reason, "missing": missing}))
+                _end(reason, missing)
+                return
+            if store.get("treadle/call").decode() != call:
+                raise RendezvousError(f"two processes came as rank 0, one of them on {socket.gethostname()}: start each rank once")
+            time.sleep(wait_s)
+            wait_s = min(MAX_POLL_S, wait_s * 1.2)
+    answered: set[str] = set()
+    while time.monotonic() <= deadline + REFUSAL_GRACE_S:
+        if store.check(["treadle/call"]):
+            call = store.get("treadle/call").decode()
+            if call not in answered:
+                answered.add(call)
+                _answer(store, call, rank, mine)
+            if store.check([f"treadle/{call}/answer"]):
+                note = json.loads(store.get(f"treadle/{call}/answer"))
+                if mine in note["members"]:
+                    _end(note["reason"], note["missing"])
+                    return
+        time.sleep(wait_s)
+        wait_s = min(MAX_POLL_S, wait_s * 1.2)
+    raise PeersMissingError(_ranks_missing([0], size, timeout_s))
+
+
+def _answer(store: Store, call: str, rank: int, name: str) -> None:
+    place = store.add(f"treadle/{call}/{rank}", 1)
+    store.set(f"treadle/{call}/{rank}/{place}", name)
+    store.add(f"treadle/{call}/arrived", 1)
+
+
+def _arrived(store: Store, call: str, size: int) -> tuple[dict[int, list[str]], str]:
+    """Who answered a call, by rank, and what is wrong with that."""
+    members: dict[int, list[str]] = {}
+    problem = ""
+    for rank in range(size):
+        names = [store.get(f"treadle/{call}/{rank}/{1 + i}").decode() for i in range(store.add(f"treadle/{call}/{rank}", 0))]
+        if names:
+            members[rank] = names
+        hosts = [name.split("|", 2)[2] for name in names]
+        if len(names) > 1:
+            problem = (
+                problem or f"two processes came as rank {rank}, on {hosts[0]} and on {hosts[1]}: start each rank once, with its own RANK"
+            )
+        for name, host in zip(names, hosts, strict=True):
+            if int(name.split("|")[1]) != size:
+                problem = problem or (
+                    f"rank {rank} on {host} has WORLD_SIZE {name.split('|')[1]}, rank 0 has {size}: start all with one WORLD_SIZE"
+                )
+    return members, problem
+
+
+def _ranks_missing(missing: list[int], size: int, timeout_s: float) -> str:
+    named = ", ".join(map(str, missing[:MAX_NAMED_PEERS])) + (", ..." if len(missing) > MAX_NAMED_PEERS else "")
+    return f"{len(missing)} of {size} ranks did not come within {timeout_s:g} s: rank {named}; check that they run"
+
+
+def _end(reason: str, missing: bool) -> None:
+    if reason:
+        raise PeersMissingError(reason) if missing else RendezvousError(reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +165,15 @@ def meet(directory: str | Path, job: str, index: int, count: int, timeout_s: flo
         ValueError: the job's name cannot be a folder's.
         RendezvousError: two processes came with one index, or with different counts; raised by all of them.
         PeersMissingError: not all came within `timeout_s`; the message names the missing.
-        OSError: the folder cannot be written.
+        FolderRefusedError: the folder cannot be written.
     """
     if not _JOB.fullmatch(job) or job in (".", ".."):
         raise ValueError(f"MeshOptions.job is {job!r}: it must be letters, digits, '.', '_' and '-', at most 100")
     folder = Path(directory) / (f"treadle-{job}" if job else "treadle")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _refused(folder, index, error) from error
     me = _Party(folder, index, count, time.monotonic() + timeout_s, timeout_s)
     try:
         return me.host(open_store) if index == 0 else me.join()
@@ -176,13 +282,22 @@ class _Party:
     def _write(self, name: str, note: Mapping[str, object]) -> None:
         target = self.folder / name
         beside = self.folder / f".{name}.{self.nonce}"
-        beside.write_text(json.dumps(note))
-        os.replace(beside, target)
+        try:
+            beside.write_text(json.dumps(note))
+            os.replace(beside, target)
+        except OSError as error:
+            raise _refused(self.folder, self.index, error) from error
         self.written.append(target)
 
     def _pause(self) -> None:
         time.sleep(self._wait_s)
         self._wait_s = min(MAX_POLL_S, self._wait_s * 1.2)
+
+
+def _refused(folder: Path, index: int, error: OSError) -> FolderRefusedError:
+    return FolderRefusedError(
+        f"process {index} cannot write {folder} to meet the others ({error.strerror or error}): free space in it, or name another directory"
+    )
 
 
 def _read(path: Path) -> dict[str, object]:

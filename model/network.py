@@ -29,7 +29,9 @@ class Network(nn.Module):
         contrastive = config.contrastive.resolved(config.hidden)
         late = config.late_interaction.resolved(batch)
         self.hidden = config.hidden
-        self.tower = Tower(config.depth, config.hidden, batch, config.seed)
+        self.runs_when_empty = False
+        """Whether ranks without items run the tower too, because collectives run within it."""
+        self.tower = Tower(config.depth, config.hidden, batch, config.seed, checkpoint=config.recompute_blocks)
         self.heads = Heads(config.hidden, batch, live_heads(config), config.seed)
         self.temperatures: Temperatures | None = None
         if config.objective is not Objective.MASKED:

@@ -78,6 +78,16 @@ class Objectives:
             candidates = Candidates(count=sum(sizes), first=sum(sizes[: world.rank]), group_N=group_N)
         return MicroBatch(number, layout, corruption, candidates, sizes)
 
+    def prepare_on_host(self, layout: BatchLayout, step: int, groups: Sequence[Sequence[int]], rank: int) -> MicroBatch:
+        """`prepare` of a layout on the CPU, where every rank's groups are known already; draws and candidates are the same."""
+        corruption = corrupt(layout, self._masking, self._seed, step) if self._masking is not None and layout.num_segments else None
+        sizes = [len(held) for held in groups]
+        candidates = None
+        if self.scores_pairs:
+            group_N = torch.tensor([group for held in groups for group in held], dtype=torch.int64)
+            candidates = Candidates(count=sum(sizes), first=sum(sizes[:rank]), group_N=group_N)
+        return MicroBatch(0, layout, corruption, candidates, sizes)
+
     def counts(self, batch: MicroBatch) -> Tensor:
         """float64 `[K]`: this rank's denominators of a micro-batch."""
         layout = batch.layout
@@ -101,8 +111,12 @@ class Objectives:
         if not layout.num_segments:
             # Nothing to run, but the others' backward passes will ask this rank for its share of the exchange.
             pooled_SD = torch.zeros(0, network.hidden, device=layout.device, requires_grad=self.scores_pairs)
+            if network.runs_when_empty:
+                states_PD = network.tower(layout, None)
+                pooled_SD = network.tower.pool(states_PD, layout)
+                numerators[next(term for term, weight in zip(TERMS, self.weights_K, strict=True) if weight)] = states_PD.sum()
             if self.scores_pairs and world.size > 1:
-                numerators["contrastive"] = _tied(pooled_SD.sum(), world.gather(pooled_SD, batch.sizes))
+                numerators["contrastive"] = tied(pooled_SD.sum(), world.gather(pooled_SD, batch.sizes))
             return TermSums(numerators, pooled_SD.detach())
         states_PD = network.tower(layout, batch.corruption)
         pooled_SD = network.tower.pool(states_PD, layout)
@@ -116,7 +130,7 @@ class Objectives:
             if batch.candidates is not None and network.temperatures is not None:
                 pooled_ND = world.gather(pooled_SD, batch.sizes)
                 value = contrastive_sum(pooled_SD, pooled_ND, layout, batch.candidates, network.temperatures, self._contrastive)
-                numerators["contrastive"] = _tied(value, pooled_ND) if world.size > 1 else value
+                numerators["contrastive"] = tied(value, pooled_ND) if world.size > 1 else value
             if network.token_head is not None and network.token_temperatures is not None:
                 numerators["late_interaction"] = late_interaction_sum(
                     states_PD, network.token_head, layout, network.token_temperatures, self._late, self._contrastive
@@ -160,6 +174,7 @@ class _Tie(torch.autograd.Function):
         return gradients[0], torch.zeros(shape, dtype=dtype, device=device)
 
 
-def _tied(value: Tensor, rows_ND: Tensor) -> Tensor:
-    tied: Tensor = _Tie.apply(value, rows_ND)
-    return tied
+def tied(value: Tensor, rows_ND: Tensor) -> Tensor:
+    """`value`, whose backward pass also sends zeros to `rows_ND`: collectives there run on every rank."""
+    answer: Tensor = _Tie.apply(value, rows_ND)
+    return answer

@@ -9,7 +9,7 @@ The update is torch's fused AdamW (Loshchilov & Hutter, arXiv 1711.05101): `p *=
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -31,11 +31,23 @@ def is_decayed(parameter: Tensor) -> bool:
     return parameter.ndim >= 2 and parameter.shape[0] > 1
 
 
+def euclidean_norm(flat: Tensor) -> Tensor:
+    """The norm of a flat buffer, a float64 scalar on its device."""
+    whole = flat.numel() // NORM_BLOCK * NORM_BLOCK
+    blocks = torch.linalg.vector_norm(flat[:whole].view(-1, NORM_BLOCK), dim=1)
+    rest = torch.linalg.vector_norm(flat[whole:])
+    norm: Tensor = torch.linalg.vector_norm(torch.cat([blocks, rest[None]]), dtype=torch.float64)
+    return norm
+
+
 class FlatParameters:
     """The parameters of a module, moved into one buffer; their gradients are views of another.
 
     The order is decayed parameters first, each half in the module's own order.
     """
+
+    is_sharded = False
+    """Whether a rank holds parts of parameters only."""
 
     def __init__(self, module: nn.Module) -> None:
         named = list(module.named_parameters())
@@ -69,13 +81,33 @@ class FlatParameters:
         for name in self._spans:
             yield name, self.view(flat, name)
 
+    def regions(self) -> list[tuple[int, int]]:
+        """The spans of the gradient that ranks sum: all of it."""
+        return [(0, self.gradients.numel())]
+
     def norm(self) -> Tensor:
-        """Euclidean norm of the gradient, an fp32 scalar on the device."""
-        whole = self.gradients.numel() // NORM_BLOCK * NORM_BLOCK
-        blocks = torch.linalg.vector_norm(self.gradients[:whole].view(-1, NORM_BLOCK), dim=1)
-        rest = torch.linalg.vector_norm(self.gradients[whole:])
-        norm: Tensor = torch.linalg.vector_norm(torch.cat([blocks, rest[None]]), dtype=torch.float64)
-        return norm.float()
+        """Euclidean norm of the gradient, an fp32 scalar on the device (collective where parameters are sharded)."""
+        return euclidean_norm(self.gradients).float()
+
+    def absorb(self) -> None:
+        """Moves gradients that were left elsewhere into the buffer."""
+
+    def publish(self) -> None:
+        """Brings the buffer's weights to parameters that are no views of it."""
+
+    def shapes(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter's name and a tensor of its whole shape."""
+        yield from self.views(self.weights)
+
+    def whole(self, flat: Tensor, *, copied: bool) -> dict[str, Tensor]:
+        """The whole parameters of a buffer of this layout, by name: views of it, or of a copy on the host."""
+        return dict(self.views(flat.to("cpu", copy=True) if copied else flat))
+
+    def place(self, flat: Tensor, found: Mapping[str, Tensor]) -> None:
+        """Copies whole parameters into a buffer of this layout."""
+        for name, view in self.views(flat):
+            if name in found:
+                view.copy_(found[name])
 
     def clip(self, norm: Tensor, most: float) -> None:
         """Scales the gradient so that its norm, now `norm`, is at most `most`; 0 leaves it alone."""
@@ -120,16 +152,22 @@ class AdamW:
                 "exp_avg_sq": self.second[begin:end],
             }
 
-    def step(self, learning_rate: float, refused: Tensor) -> None:
-        """Updates the weights by their gradients, unless `refused` (a scalar on the device) is true."""
+    def step(self, learning_rate: float | Tensor, refused: Tensor) -> None:
+        """Updates the weights by their gradients, unless `refused` (a scalar on the device) is true.
+
+        A rate that is a tensor stays on its device where that is CUDA.
+        """
         found_inf = refused.to(torch.float32)
         # The fused kernels read the flag where a gradient scaler leaves it.
         setattr(self._optimizer, "found_inf", found_inf)  # noqa: B010
         for group in self._optimizer.param_groups:
             if self._rate is None:
-                group["lr"] = learning_rate
+                group["lr"] = float(learning_rate)
         if self._rate is not None:
-            self._rate.fill_(learning_rate)
+            if isinstance(learning_rate, Tensor):
+                self._rate.copy_(learning_rate.reshape(()))
+            else:
+                self._rate.fill_(learning_rate)
         self._optimizer.step()
         self.updates += 1 - found_inf
 

@@ -19,9 +19,26 @@ from treadle.model.accumulate import (
     WeightedAccumulationState,
     WeightedGradientsAccumulator,
 )
+from treadle.model.mesh import World, joined_world
 from treadle.model.record_contract import TrainableParameterContract
-from treadle.model.record_core import Accumulator, Kind, Snapshot, land, put_back, read_file, take, write_file
+from treadle.model.record_core import (
+    Accumulator,
+    Chosen,
+    Kind,
+    Merge,
+    Place,
+    check_dtypes,
+    form_of,
+    gather,
+    put_back,
+    read_states,
+    rounding,
+    structure_dtypes,
+    take,
+)
+from treadle.model.record_file import Form, Snapshot, land, read_snapshot, write_snapshot
 from treadle.model.record_parts import Scheduler
+from treadle.model.storage_errors import DamagedFileError
 
 __all__ = [
     "AccumulatedGradients",
@@ -39,8 +56,8 @@ M = TypeVar("M", bound=nn.Module)
 O = TypeVar("O", bound=torch.optim.Optimizer)
 S = TypeVar("S", bound=Scheduler | None)
 
-_FORM = "treadle.training_record"
-_MODEL_STATE_FORM = "treadle.model_state_training_record"
+_FORM = form_of("treadle.training_record")
+_MODEL_STATE_FORM = form_of("treadle.model_state_training_record")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +100,28 @@ class _Record:
         kind: Kind = self._snapshot.structure["kind"]
         return kind
 
+    @property
+    def world_size(self) -> int:
+        """Ranks whose parts it holds: one, until `gather`."""
+        return len(self._snapshot.structure["ranks"])
+
+    @property
+    def states(self) -> list[Any]:
+        """The caller's states of all ranks, by rank, their tensors on the host."""
+        return read_states(self._snapshot)
+
+    def gather(self, world: World | None = None) -> Self | None:
+        """Brings every rank's pending gradients and state together, apart (collective): the whole record on rank 0, None on the others.
+
+        Args:
+            world: whose ranks; None takes torch's default process group where there is one, else this process alone.
+
+        Raises:
+            ValueError: ranks captured by different forms, or different models, optimizers or windows; on every rank.
+        """
+        whole = gather(self._snapshot, joined_world() if world is None else world)
+        return None if whole is None else type(self)(whole)
+
     @classmethod
     async def _landed(cls, snapshot: Snapshot) -> Self:
         return cls(await land(snapshot))
@@ -91,6 +130,19 @@ class _Record:
         if self.kind != kind:
             suffix = "" if self.kind == "plain" else f"_{self.kind}"
             raise ValueError(f"this record was made by capture{suffix}: restore it with restore{suffix}")
+
+    def _put_back(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Scheduler | None, place: Place
+    ) -> tuple[Accumulator, Any]:
+        return put_back(self._snapshot, model, optimizer, scheduler, place)
+
+    def _restored(self, model: M, optimizer: O, scheduler: S, place: Place) -> RestoredTraining[M, O, S]:
+        accumulator, state = self._put_back(model, optimizer, scheduler, place)
+        return RestoredTraining(model, optimizer, scheduler, cast(GradientsAccumulator, accumulator), state)
+
+    def _restored_weighted(self, model: M, optimizer: O, scheduler: S, place: Place) -> RestoredWeightedTraining[M, O, S]:
+        accumulator, state = self._put_back(model, optimizer, scheduler, place)
+        return RestoredWeightedTraining(model, optimizer, scheduler, cast(WeightedGradientsAccumulator, accumulator), state)
 
 
 class TrainingRecord(_Record):
@@ -209,7 +261,7 @@ class TrainingRecord(_Record):
         Raises:
             ValueError: `precision` is no floating type, or the file cannot be written; what was at `path` is untouched.
         """
-        write_file(self._snapshot, path, _FORM, precision)
+        write_snapshot(self._snapshot, path, _FORM, rounded=rounding(precision))
 
     @classmethod
     def load(cls, path: str | Path, device: torch.device | str = "cpu") -> Self:
@@ -221,51 +273,78 @@ class TrainingRecord(_Record):
         Raises:
             ValueError: the file is missing, damaged, newer or of another kind; the message says which.
         """
-        return cls(_on(read_file(path, _FORM), device))
+        return cls(_read(path, _FORM, device))
 
-    def restore(self, model: M, optimizer: O, scheduler: S, device: torch.device | str | None = None) -> RestoredTraining[M, O, S]:
+    def restore(
+        self,
+        model: M,
+        optimizer: O,
+        scheduler: S,
+        device: torch.device | str | None = None,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        merge: Merge | None = None,
+    ) -> RestoredTraining[M, O, S]:
         """Copies everything into the objects given, which keep their types, and hands them back with the accumulator and the state.
 
         Args:
             model, optimizer, scheduler: built as the captured ones were; their values do not matter.
             device: where the model goes; None leaves it where it is.
+            rank, world_size: this process's place. At the recorded world size it gets its own pending gradients and state back. At another
+                one it takes the gradients of recorded ranks r, r + W, ..., so that their sum over the world stays the same.
+            merge: from the states of all recorded ranks to this rank's; needed at another world size.
 
         Raises:
             ValueError: the record was made by another capture, or does not fit; every difference is listed and nothing was changed.
         """
         self._require("plain")
-        return self._restored(model, optimizer, scheduler, device)
+        return self._restored(model, optimizer, scheduler, Place(device, rank, world_size, merge))
 
     def restore_weighted(
-        self, model: M, optimizer: O, scheduler: S, device: torch.device | str | None = None
+        self,
+        model: M,
+        optimizer: O,
+        scheduler: S,
+        device: torch.device | str | None = None,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        merge: Merge | None = None,
     ) -> RestoredWeightedTraining[M, O, S]:
         """`restore` of a `capture_weighted`."""
         self._require("weighted")
-        return self._restored_weighted(model, optimizer, scheduler, device)
+        return self._restored_weighted(model, optimizer, scheduler, Place(device, rank, world_size, merge))
 
     def restore_with_dtypes(
-        self, model: M, optimizer: O, scheduler: S, device: torch.device | str | None = None
+        self,
+        model: M,
+        optimizer: O,
+        scheduler: S,
+        device: torch.device | str | None = None,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        merge: Merge | None = None,
     ) -> RestoredTraining[M, O, S]:
         """`restore` of a `capture_with_dtypes`: every parameter and buffer gets its recorded type first."""
         self._require("with_dtypes")
-        return self._restored(model, optimizer, scheduler, device)
+        return self._restored(model, optimizer, scheduler, Place(device, rank, world_size, merge))
 
     def restore_weighted_with_dtypes(
-        self, model: M, optimizer: O, scheduler: S, device: torch.device | str | None = None
+        self,
+        model: M,
+        optimizer: O,
+        scheduler: S,
+        device: torch.device | str | None = None,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        merge: Merge | None = None,
     ) -> RestoredWeightedTraining[M, O, S]:
         """`restore_weighted` of a `capture_weighted_with_dtypes`: every parameter and buffer gets its recorded type first."""
         self._require("weighted_with_dtypes")
-        return self._restored_weighted(model, optimizer, scheduler, device)
-
-    def _restored(self, model: M, optimizer: O, scheduler: S, device: torch.device | str | None) -> RestoredTraining[M, O, S]:
-        accumulator, state = put_back(self._snapshot, model, optimizer, scheduler, device)
-        return RestoredTraining(model, optimizer, scheduler, cast(GradientsAccumulator, accumulator), state)
-
-    def _restored_weighted(
-        self, model: M, optimizer: O, scheduler: S, device: torch.device | str | None
-    ) -> RestoredWeightedTraining[M, O, S]:
-        accumulator, state = put_back(self._snapshot, model, optimizer, scheduler, device)
-        return RestoredWeightedTraining(model, optimizer, scheduler, cast(WeightedGradientsAccumulator, accumulator), state)
+        return self._restored_weighted(model, optimizer, scheduler, Place(device, rank, world_size, merge))
 
 
 class ModelStateTrainingRecord(_Record):
@@ -339,7 +418,7 @@ class ModelStateTrainingRecord(_Record):
         blocking: bool = True,
     ) -> Snapshot:
         contract.validate(model)
-        snapshot = take(kind, model, optimizer, scheduler, accumulator, state, names=contract.shapes, blocking=blocking)
+        snapshot = take(kind, model, optimizer, scheduler, accumulator, state, chosen=_chosen(contract), blocking=blocking)
         snapshot.structure["contract"] = contract.to_json()
         return snapshot
 
@@ -350,38 +429,69 @@ class ModelStateTrainingRecord(_Record):
 
     def save(self, path: str | Path, precision: torch.dtype | None = None) -> None:
         """As `TrainingRecord.save`."""
-        write_file(self._snapshot, path, _MODEL_STATE_FORM, precision)
+        write_snapshot(self._snapshot, path, _MODEL_STATE_FORM, rounded=rounding(precision))
 
     @classmethod
     def load(cls, path: str | Path, device: torch.device | str = "cpu") -> Self:
         """As `TrainingRecord.load`."""
-        record = cls(_on(read_file(path, _MODEL_STATE_FORM), device))
-        if record.contract.shapes.keys() != record._snapshot.structure["model"]["dtypes"].keys():
-            raise ValueError(f"{path}: holds other parameters than its contract names")
+        record = cls(_read(path, _MODEL_STATE_FORM, device))
+        contract = record.contract
+        if {*contract.shapes, *contract.buffers} != structure_dtypes(record._snapshot).keys():
+            raise DamagedFileError(path, "holds other parameters than its contract names")
         return record
 
-    def restore(self, model: M, optimizer: O, scheduler: S, device: torch.device | str | None = None) -> RestoredTraining[M, O, S]:
-        """As `TrainingRecord.restore`, into a model that fits the recorded contract; its frozen part is left alone."""
+    def restore(
+        self,
+        model: M,
+        optimizer: O,
+        scheduler: S,
+        device: torch.device | str | None = None,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        merge: Merge | None = None,
+    ) -> RestoredTraining[M, O, S]:
+        """As `TrainingRecord.restore`, into a model that fits the recorded contract; its frozen part is left alone.
+
+        Whether that part is the one that was trained on, `contract.check_base(model)` tells.
+        """
         self._require("plain")
-        accumulator, state = self._put_back(model, optimizer, scheduler, device)
-        return RestoredTraining(model, optimizer, scheduler, cast(GradientsAccumulator, accumulator), state)
+        return self._restored(model, optimizer, scheduler, Place(device, rank, world_size, merge))
 
     def restore_weighted(
-        self, model: M, optimizer: O, scheduler: S, device: torch.device | str | None = None
+        self,
+        model: M,
+        optimizer: O,
+        scheduler: S,
+        device: torch.device | str | None = None,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        merge: Merge | None = None,
     ) -> RestoredWeightedTraining[M, O, S]:
         """`restore` of a `capture_weighted`."""
         self._require("weighted")
-        accumulator, state = self._put_back(model, optimizer, scheduler, device)
-        return RestoredWeightedTraining(model, optimizer, scheduler, cast(WeightedGradientsAccumulator, accumulator), state)
+        return self._restored_weighted(model, optimizer, scheduler, Place(device, rank, world_size, merge))
 
     def _put_back(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Scheduler | None, device: torch.device | str | None
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Scheduler | None, place: Place
     ) -> tuple[Accumulator, Any]:
         contract = self.contract
         contract.validate(model)
-        return put_back(self._snapshot, model, optimizer, scheduler, device, names=contract.shapes)
+        return put_back(self._snapshot, model, optimizer, scheduler, place, chosen=_chosen(contract))
 
 
-def _on(snapshot: Snapshot, device: torch.device | str) -> Snapshot:
-    moved = {name: t if name.startswith("state.") else t.to(device) for name, t in snapshot.tensors.items()}
-    return Snapshot(snapshot.structure, moved)
+def _chosen(contract: TrainableParameterContract) -> Chosen:
+    return Chosen(frozenset(contract.shapes), frozenset(contract.buffers))
+
+
+def _read(path: str | Path, form: Form, device: torch.device | str) -> Snapshot:
+    snapshot = read_snapshot(path, form)
+    try:
+        check_dtypes(snapshot)
+    except ValueError as error:
+        raise DamagedFileError(path, f"is no whole record: {error}") from error
+    where = torch.device(device)
+    if where.type != "cpu":
+        snapshot.tensors = {name: t if ".state." in name else t.to(where) for name, t in snapshot.tensors.items()}
+    return snapshot

@@ -1,26 +1,30 @@
-"""What trains in a model whose rest is frozen: names, shapes and types, and a digest by which the frozen rest is known again."""
+"""What trains in a model whose rest is frozen: names, shapes and types, and digests by which the frozen rest is known again."""
 
 import hashlib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from treadle.model.record_parts import dtype_name, dtype_of, refuse
+from treadle.model.record_values import dtype_name, dtype_of, refuse
 
 
 @dataclass(frozen=True, slots=True)
 class TrainableParameterContract:
-    """The parameters of a model that train."""
+    """The parameters of a model that train, and the buffers that go with them."""
 
     shapes: Mapping[str, tuple[int, ...]]
-    """Shape of each, by name; tied parameters once, by their first name."""
+    """Shape of each parameter, by name; tied ones once, by their first name."""
     dtypes: Mapping[str, torch.dtype]
     """Type of each."""
     base_digest: str
-    """SHA-256 of the frozen parameters, by `digest_of_base`; for the caller to compare, since a base may be large."""
+    """SHA-256 of the frozen rest, by `digest_of_base`; compared by the caller, with `check_base`, since a base may be large."""
+    buffers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Shapes of the buffers that are recorded beside the parameters, by name."""
+    base: Mapping[str, str] = field(default_factory=dict)
+    """A short digest of each tensor of the frozen rest, by name, to tell which differs."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -28,21 +32,33 @@ class TrainableParameterContract:
         return tuple(self.shapes)
 
     @classmethod
-    def capture(cls, model: nn.Module, names: Iterable[str] | None = None) -> "TrainableParameterContract":
-        """The contract of a model as it stands.
+    def capture(
+        cls, model: nn.Module, names: Iterable[str] | None = None, buffers: Iterable[str] | None = None
+    ) -> "TrainableParameterContract":
+        """The contract of a model as it stands. Reads all of the base once, for its digest.
 
         Args:
             names: what trains; None takes every parameter that requires a gradient.
+            buffers: what else changes in training; None takes the buffers that a module holds beside parameters of `names`, such as the
+                statistics of a batch norm that trains.
 
         Raises:
-            ValueError: a name is no parameter's.
+            ValueError: a name is no parameter's, or no buffer's.
         """
-        parameters = dict(model.named_parameters())
+        parameters, others = dict(model.named_parameters()), dict(model.named_buffers())
         chosen = {n for n, p in parameters.items() if p.requires_grad} if names is None else set(names)
         refuse("no such parameters", [n for n in sorted(chosen) if n not in parameters])
         kept = {n: p for n, p in parameters.items() if n in chosen}
-        shapes = {n: tuple(p.shape) for n, p in kept.items()}
-        return cls(shapes, {n: p.dtype for n, p in kept.items()}, digest_of_base(model, chosen))
+        beside = _beside(model, {id(p) for p in kept.values()}, others) if buffers is None else set(buffers)
+        refuse("no such buffers", [n for n in sorted(beside) if n not in others])
+        base = _digests(model, chosen, beside)
+        return cls(
+            shapes={n: tuple(p.shape) for n, p in kept.items()},
+            dtypes={n: p.dtype for n, p in kept.items()},
+            base_digest=_together(base),
+            buffers={n: tuple(b.shape) for n, b in others.items() if n in beside},
+            base=base,
+        )
 
     def validate(self, model: nn.Module) -> None:
         """Checks that these parameters of `model`, and no others, require gradients, in these shapes and types.
@@ -50,7 +66,7 @@ class TrainableParameterContract:
         Raises:
             ValueError: they do not; every difference is listed.
         """
-        parameters = dict(model.named_parameters())
+        parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
         differences = [f"{n} is named, the model lacks it" for n in self.shapes if n not in parameters]
         for name, parameter in parameters.items():
             if name not in self.shapes:
@@ -62,12 +78,36 @@ class TrainableParameterContract:
                 differences.append(f"{name} has shape {tuple(parameter.shape)}, the contract says {self.shapes[name]}")
             elif parameter.dtype != self.dtypes[name]:
                 differences.append(f"{name} is {parameter.dtype}, the contract says {self.dtypes[name]}")
+        for name, shape in self.buffers.items():
+            if name not in buffers:
+                differences.append(f"buffer {name} is named, the model lacks it")
+            elif tuple(buffers[name].shape) != shape:
+                differences.append(f"buffer {name} has shape {tuple(buffers[name].shape)}, the contract says {shape}")
         refuse("the model does not fit its contract", differences)
+
+    def check_base(self, model: nn.Module) -> None:
+        """Checks that the frozen rest of `model` is the one that the contract was made with, to the bit. Reads all of it.
+
+        Raises:
+            ValueError: it is another; the tensors that differ are listed.
+        """
+        here = _digests(model, self.shapes, self.buffers)
+        if _together(here) == self.base_digest:
+            return
+        differences = [f"{n} is in the contract's base, the model lacks it" for n in self.base if n not in here]
+        differences += [f"{n} is in the model, the contract's base lacks it" for n in here if n not in self.base]
+        differences += [f"{n} differs" for n in here if n in self.base and here[n] != self.base[n]]
+        refuse("the model stands on another base", differences or ["their digests differ"])
 
     def to_json(self) -> dict[str, Any]:
         """The contract as JSON."""
-        dtypes = {n: dtype_name(d) for n, d in self.dtypes.items()}
-        return {"shapes": {n: list(s) for n, s in self.shapes.items()}, "dtypes": dtypes, "base_digest": self.base_digest}
+        return {
+            "shapes": {n: list(s) for n, s in self.shapes.items()},
+            "dtypes": {n: dtype_name(d) for n, d in self.dtypes.items()},
+            "base_digest": self.base_digest,
+            "buffers": {n: list(s) for n, s in self.buffers.items()},
+            "base": dict(self.base),
+        }
 
     @classmethod
     def from_json(cls, value: object) -> "TrainableParameterContract":
@@ -78,19 +118,39 @@ class TrainableParameterContract:
         """
         try:
             table: Any = value
-            shapes = {str(n): tuple(int(k) for k in s) for n, s in table["shapes"].items()}
-            return cls(shapes, {n: dtype_of(table["dtypes"][n]) for n in shapes}, str(table["base_digest"]))
+            shapes, buffers = ({str(n): tuple(int(k) for k in s) for n, s in table[part].items()} for part in ("shapes", "buffers"))
+            dtypes = {n: dtype_of(table["dtypes"][n]) for n in shapes}
+            return cls(shapes, dtypes, str(table["base_digest"]), buffers, {str(n): str(d) for n, d in table["base"].items()})
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"the record's contract is malformed ({error})") from error
 
 
-def digest_of_base(model: nn.Module, trainable: Iterable[str]) -> str:
-    """SHA-256 over name, type, shape and bytes of every parameter that is not in `trainable`, in the order of names."""
-    left_out = set(trainable)
-    digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
-        if name in left_out:
-            continue
-        digest.update(f"{name}\0{parameter.dtype}\0{tuple(parameter.shape)}\0".encode())
-        digest.update(parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+def digest_of_base(model: nn.Module, trainable: Iterable[str], buffers: Iterable[str] = ()) -> str:
+    """SHA-256 over name, type, shape and bytes of every parameter not in `trainable` and every persistent buffer not in `buffers`."""
+    return _together(_digests(model, set(trainable), set(buffers)))
+
+
+def _together(digests: Mapping[str, str]) -> str:
+    return hashlib.sha256("\n".join(f"{digests[name]} {name}" for name in sorted(digests)).encode()).hexdigest()
+
+
+def _digests(model: nn.Module, trainable: Collection[str], buffers: Collection[str]) -> dict[str, str]:
+    rest: dict[str, Tensor] = {n: p for n, p in model.named_parameters() if n not in trainable}
+    # Buffers that are not persistent are caches: whoever builds the model computes them anew.
+    caches = {f"{path}.{n}" if path else n for path, m in model.named_modules() for n in m._non_persistent_buffers_set}
+    rest |= {n: b for n, b in model.named_buffers() if n not in buffers and n not in caches}
+    return {name: _digest(tensor) for name, tensor in rest.items()}
+
+
+def _digest(tensor: Tensor) -> str:
+    digest = hashlib.sha256(f"{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+    values = tensor.detach().resolve_conj().resolve_neg()
+    digest.update(values.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:32]
+
+
+def _beside(model: nn.Module, trainable: Collection[int], buffers: Mapping[str, Tensor]) -> set[str]:
+    """Buffers of the modules that hold one of these parameters themselves."""
+    holders = [m for m in model.modules() if any(id(p) in trainable for p in m.parameters(recurse=False))]
+    held = {id(b) for m in holders for b in m.buffers(recurse=False)}
+    return {name for name, buffer in buffers.items() if id(buffer) in held}

@@ -10,10 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from treadle.model.record_values import Copy, ValueWriter
-
-MAX_LISTED = 12
-"""Differences that a refusal lists."""
+from treadle.model.record_values import Copy, ValueWriter, dtype_name, dtype_of, refuse
 
 
 class Scheduler(Protocol):
@@ -28,29 +25,23 @@ class Scheduler(Protocol):
         ...
 
 
-def refuse(what: str, differences: list[str]) -> None:
-    """Raises a `ValueError` that lists the differences, if there are any."""
-    if differences:
-        more = f" (and {len(differences) - MAX_LISTED} more)" if len(differences) > MAX_LISTED else ""
-        raise ValueError(f"{what}: " + "; ".join(differences[:MAX_LISTED]) + more)
-
-
-def model_tensors(model: nn.Module, names: Iterable[str] | None = None) -> tuple[dict[str, Tensor], dict[str, str]]:
+def model_tensors(
+    model: nn.Module, names: Iterable[str] | None = None, buffers: Iterable[str] = ()
+) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Parameters and buffers of a module by name, each once, and for every other name of a tied one its first name.
 
     Args:
-        names: the parameters to take, in place of all parameters and buffers.
+        names: the parameters to take, and with them `buffers`, in place of all parameters and buffers.
     """
     first: dict[int, str] = {}
     tensors: dict[str, Tensor] = {}
     ties: dict[str, str] = {}
-    everything: list[tuple[str, Tensor]] = list(model.named_parameters(remove_duplicate=False))
-    if names is None:
-        everything += list(model.named_buffers(remove_duplicate=False))
-    else:
-        wanted = set(names)
-        everything = [(name, tensor) for name, tensor in everything if name in wanted]
-    for name, tensor in everything:
+    parameters: list[tuple[str, Tensor]] = list(model.named_parameters(remove_duplicate=False))
+    others: list[tuple[str, Tensor]] = list(model.named_buffers(remove_duplicate=False))
+    if names is not None:
+        parameters = [(name, tensor) for name, tensor in parameters if name in names]
+        others = [(name, tensor) for name, tensor in others if name in buffers]
+    for name, tensor in parameters + others:
         if id(tensor) in first:
             ties[name] = first[id(tensor)]
         else:
@@ -59,60 +50,100 @@ def model_tensors(model: nn.Module, names: Iterable[str] | None = None) -> tuple
     return tensors, ties
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """`float32` for `torch.float32`."""
-    return str(dtype).removeprefix("torch.")
-
-
-def dtype_of(name: object) -> torch.dtype:
-    """The type of that name.
+def capture_model(found: Mapping[str, Tensor], ties: dict[str, str], tensors: dict[str, Tensor], copy: Copy) -> dict[str, Any]:
+    """Copies the model's tensors under `model.<name>`; answers their types and ties.
 
     Raises:
-        ValueError: there is none.
+        ValueError: a tensor holds no dense values of its own.
     """
-    dtype = getattr(torch, name, None) if isinstance(name, str) else None
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{str(name)[:40]!r} is no tensor type")
-    return dtype
-
-
-def capture_model(model: nn.Module, names: Iterable[str] | None, tensors: dict[str, Tensor], copy: Copy) -> dict[str, Any]:
-    """Copies the model's tensors under `model.<name>`; answers their types and ties."""
-    found, ties = model_tensors(model, names)
+    unheld = [f"{name} is a {_what(t)}" for name, t in found.items() if _what(t)]
+    refuse("a record holds dense tensors that have values, gathered from all ranks", unheld)
     for name, tensor in found.items():
         tensors[f"model.{name}"] = copy(tensor.detach())
     return {"dtypes": {name: dtype_name(t.dtype) for name, t in found.items()}, "ties": ties}
 
 
-def model_differences(part: Mapping[str, Any], recorded: Mapping[str, Tensor], model: nn.Module, names: Iterable[str] | None) -> list[str]:
-    """What keeps recorded tensors from being put into a module."""
-    found, ties = model_tensors(model, names)
+def _what(tensor: Tensor) -> str:
+    if isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
+        return "lazy tensor: run the model once"
+    if type(tensor.detach()) is not Tensor:
+        return type(tensor.detach()).__name__
+    if tensor.device.type == "meta" or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+        return f"{tensor.device.type} tensor of {tensor.layout} and {tensor.dtype}"
+    return ""
+
+
+def capture_extra(model: nn.Module, tensors: dict[str, Tensor], copy: Copy) -> list[Any]:
+    """What modules keep beside parameters and buffers, by `get_extra_state`; tensors go under `extra.<number>`."""
+    return ValueWriter("extra", tensors, copy).write(
+        {n: m.get_extra_state() for n, m in _with_extra(model).items()}, "the model's extra state"
+    )
+
+
+def extra_differences(extra: Mapping[str, Any], model: nn.Module) -> list[str]:
+    """What keeps recorded extra state from being put into a module."""
+    here = _with_extra(model)
+    return [f"{name or 'the model'} is recorded with extra state, this one has none" for name in extra if name not in here] + [
+        f"{name or 'the model'} has extra state, the record lacks it" for name in here if name not in extra
+    ]
+
+
+def restore_extra(extra: Mapping[str, Any], model: nn.Module) -> None:
+    """Hands recorded extra state back to the modules it is of."""
+    for name, module in _with_extra(model).items():
+        module.set_extra_state(extra[name])
+
+
+def _with_extra(model: nn.Module) -> dict[str, nn.Module]:
+    return {name: m for name, m in model.named_modules() if type(m).get_extra_state is not nn.Module.get_extra_state}
+
+
+def model_differences(
+    part: Mapping[str, Any], recorded: Mapping[str, Tensor], found: Mapping[str, Tensor], ties: Mapping[str, str]
+) -> list[str]:
+    """What keeps recorded tensors from being put into a module that has these."""
     differences = [f"{name} is recorded, the model lacks it" for name in recorded if name not in found]
     differences += [f"{name} is in the model, the record lacks it" for name in found if name not in recorded]
-    for name in found.keys() & recorded.keys():
-        if found[name].shape != recorded[name].shape:
+    for name in found:
+        if name not in recorded:
+            continue
+        if what := _what(found[name]):
+            differences.append(f"{name} is a {what} in the model: values can be put into dense tensors")
+        elif found[name].is_inference():
+            differences.append(f"{name} is an inference tensor in the model: build the model outside torch.inference_mode")
+        elif found[name].shape != recorded[name].shape:
             differences.append(f"{name} is recorded with shape {tuple(recorded[name].shape)}, the model has {tuple(found[name].shape)}")
-        elif found[name].is_floating_point() != recorded[name].is_floating_point():
+        elif _family(found[name]) != _family(recorded[name]):
             differences.append(f"{name} is recorded as {recorded[name].dtype}, the model has {found[name].dtype}")
     if ties != part["ties"]:
-        differences.append(f"tied names are recorded as {part['ties']}, the model has {ties}")
+        differences.append(f"tied names are recorded as {part['ties']}, the model has {dict(ties)}")
     return differences
 
 
-@torch.no_grad()
-def restore_model(recorded: Mapping[str, Tensor], model: nn.Module, names: Iterable[str] | None, dtypes: Mapping[str, str] | None) -> None:
-    """Copies recorded values into a module that `model_differences` found nothing against.
+def _family(tensor: Tensor) -> str:
+    """Types among which a restore may convert; whole numbers are kept in their own."""
+    return "floating" if tensor.is_floating_point() else "complex" if tensor.is_complex() else str(tensor.dtype)
 
-    Args:
-        dtypes: types to give the tensors first; None keeps the module's.
-    """
-    found, _ = model_tensors(model, names)
+
+@torch.no_grad()
+def put_values(found: Mapping[str, Tensor], recorded: Mapping[str, Tensor]) -> None:
+    """Copies recorded values into a module's tensors, which `model_differences` found nothing against."""
     for name, tensor in found.items():
-        if dtypes is not None and tensor.dtype != (dtype := dtype_of(dtypes[name])):
+        if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+            # Expanded: its elements share memory, and nothing can be written into it.
+            tensor.data = recorded[name].to(tensor.device, tensor.dtype, copy=True)
+        else:
+            tensor.copy_(recorded[name])
+
+
+@torch.no_grad()
+def give_dtypes(found: Mapping[str, Tensor], dtypes: Mapping[str, str]) -> None:
+    """Gives a module's tensors their recorded types; a tensor of another type loses its gradient."""
+    for name, tensor in found.items():
+        if tensor.dtype != (dtype := dtype_of(dtypes[name])):
             # Through `.data`, so that the parameter stays the object that optimizers, hooks and ties hold.
             tensor.data = tensor.data.to(dtype)
             tensor.grad = None
-        tensor.copy_(recorded[name])
 
 
 def class_name(value: object) -> str:
@@ -121,17 +152,24 @@ def class_name(value: object) -> str:
 
 
 def _parameter_names(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
-    """Names of the optimizer's parameters, group by group; empty for one that is not the model's."""
+    """Names of the optimizer's parameters, group by group; none for one that is not the model's."""
     names = {id(p): name for name, p in reversed(list(model.named_parameters(remove_duplicate=False)))}
     return [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
 
 
 def capture_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, tensors: dict[str, Tensor], copy: Copy) -> dict[str, Any]:
-    """Copies the optimizer's state under `optimizer.<number>`."""
+    """Copies the optimizer's state under `optimizer.<number>`.
+
+    Raises:
+        ValueError: it updates a parameter that the model lacks, whose value would be lost, or its state cannot be held.
+    """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    names = _parameter_names(optimizer, model)
+    strangers = [f"parameter {at} of group {i}" for i, group in enumerate(names) for at, name in enumerate(group) if not name]
+    refuse("the optimizer updates what the model lacks (capture one module that holds all, such as an nn.ModuleList)", strangers)
     return {
         "class": class_name(optimizer),
-        "parameters": _parameter_names(optimizer, model),
+        "parameters": names,
         "shapes": [list(p.shape) for p in parameters],
         "dtypes": [dtype_name(p.dtype) for p in parameters],
         # torch's schedulers warn when they step before the optimizer; after a restore it has stepped, though this object has not.
@@ -166,24 +204,41 @@ def restore_optimizer(part: Mapping[str, Any], state: Any, optimizer: torch.opti
             continue
         # load_state_dict casts moments to their parameter's type; an optimizer may keep them in another, and they come back as they were.
         for key, value in state["state"].get(i, {}).items():
-            loaded = optimizer.state[parameter].get(key)
-            if isinstance(value, Tensor) and isinstance(loaded, Tensor) and loaded.dtype != value.dtype:
-                optimizer.state[parameter][key] = value.to(loaded.device, copy=True)
+            if key in optimizer.state[parameter]:
+                optimizer.state[parameter][key] = _with_dtypes(optimizer.state[parameter][key], value)
     if part["stepped"]:
         optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's own flag, see capture_optimizer
+
+
+def _with_dtypes(loaded: Any, recorded: Any) -> Any:
+    """What an optimizer loaded, every tensor in it in its recorded type."""
+    if isinstance(loaded, Tensor) and isinstance(recorded, Tensor):
+        return loaded if loaded.dtype == recorded.dtype else recorded.to(loaded.device, copy=True)
+    if isinstance(loaded, dict) and isinstance(recorded, dict):
+        return type(loaded)({key: _with_dtypes(value, recorded.get(key)) for key, value in loaded.items()})
+    if isinstance(loaded, list | tuple) and isinstance(recorded, list | tuple) and len(loaded) == len(recorded):
+        return type(loaded)(_with_dtypes(*pair) for pair in zip(loaded, recorded, strict=True))
+    return loaded
 
 
 def capture_scheduler(scheduler: Scheduler | None, tensors: dict[str, Tensor], copy: Copy) -> dict[str, Any]:
     """Copies the scheduler's state under `scheduler.<number>`."""
     state = None if scheduler is None else scheduler.state_dict()
-    return {"class": class_name(scheduler), "state": ValueWriter("scheduler", tensors, copy).write(state, "the scheduler's state")}
+    return {"class": _scheduler_name(scheduler), "state": ValueWriter("scheduler", tensors, copy).write(state, "the scheduler's state")}
 
 
 def scheduler_differences(part: Mapping[str, Any], scheduler: Scheduler | None) -> list[str]:
     """What keeps a recorded scheduler from being put into this one."""
-    if part["class"] != class_name(scheduler):
-        return [f"the scheduler is recorded as {part['class']}, given is {class_name(scheduler)}"]
+    if part["class"] != (name := _scheduler_name(scheduler)):
+        return [f"the scheduler is recorded as {part['class']}, given is {name}"]
     return []
+
+
+def _scheduler_name(scheduler: object) -> str:
+    """The full name of a scheduler's class, and of those that it is made of, which loading a state does not compare."""
+    inner = getattr(scheduler, "_schedulers", None)
+    parts = [_scheduler_name(one) for one in inner] if isinstance(inner, list | tuple) else []
+    return f"{class_name(scheduler)}({', '.join(parts)})" if parts else class_name(scheduler)
 
 
 def check_parts(structure: Any, keys: Mapping[str, type]) -> None:
@@ -193,7 +248,7 @@ def check_parts(structure: Any, keys: Mapping[str, type]) -> None:
         ValueError: a part is missing or of another type.
     """
     if not isinstance(structure, dict):
-        raise ValueError("the record is no JSON object")
+        raise ValueError("a part of the record is no JSON object")
     for key, kind in keys.items():
-        if not isinstance(structure.get(key), kind):
+        if type(structure.get(key)) is not kind:
             raise ValueError(f"the record's {key!r} is missing or malformed")

@@ -5,6 +5,7 @@ tensors. Anything else is refused by its place and type. A value becomes a JSON 
 """
 
 import re
+import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,11 +18,39 @@ MAX_DEPTH = 100
 """Nesting of lists, tuples and dicts; JSON readers and this one recurse."""
 
 _ARRAY_TYPE = re.compile(r"[<>|=][biufcmMSU][0-9]{1,9}(\[[0-9]{0,9}[a-zA-Z]{1,8}\])?")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _DICTS: dict[str, Callable[[Any], Any]] = {"dict": dict, "ordered": OrderedDict, "counter": lambda pairs: Counter(dict(pairs))}
 _DICT_TYPES: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
 
+MAX_LISTED = 12
+"""Differences that a refusal lists."""
+
 Copy = Callable[[Tensor], Tensor]
 """Takes a tensor's value at this moment."""
+
+
+def refuse(what: str, differences: list[str]) -> None:
+    """Raises a `ValueError` that lists the differences, if there are any."""
+    if differences:
+        more = f" (and {len(differences) - MAX_LISTED} more)" if len(differences) > MAX_LISTED else ""
+        raise ValueError(f"{what}: " + "; ".join(differences[:MAX_LISTED]) + more)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: object) -> torch.dtype:
+    """The type of that name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    dtype = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{str(name)[:40]!r} is no tensor type")
+    return dtype
 
 
 class ValueWriter:
@@ -46,29 +75,34 @@ class ValueWriter:
         if isinstance(value, int) and kind is int:
             return ["int", f"{value:x}"]
         if isinstance(value, float) and kind is float:
-            return ["float", value.hex()]
+            return ["float", _float_text(value)]
         if isinstance(value, complex) and kind is complex:
-            return ["complex", value.real.hex(), value.imag.hex()]
+            return ["complex", _float_text(value.real), _float_text(value.imag)]
         if isinstance(value, str) and kind is str:
-            return ["str", value]
+            # JSON readers join a pair of surrogates into one character.
+            return ["str", value] if value.isascii() or not _SURROGATE.search(value) else ["utf-32", _utf32(value)]
         if isinstance(value, bytes) and kind is bytes:
             return ["bytes", self._put(_raw(value))]
         if isinstance(value, np.generic):
-            return ["scalar", *self._array_type(value.dtype, place), np.asarray(value).tobytes().hex()]
+            described = self._array_type(value.dtype, place)
+            if isinstance(value, str | bytes):
+                # As its content: an array strips the zeros at its end, and holds none of no length.
+                return ["scalar", *described, _utf32(value) if isinstance(value, str) else value.hex()]
+            return ["scalar", *described, np.asarray(value).tobytes().hex()]
         if isinstance(value, np.ndarray) and kind is np.ndarray:
             described = self._array_type(value.dtype, place)
-            return ["array", *described, list(value.shape), self._put(_raw(np.ascontiguousarray(value).tobytes()))]
+            return ["array", *described, list(value.shape), self._put(_raw(value.tobytes()))]
         if isinstance(value, Tensor) and kind in (Tensor, nn.Parameter):
             return self._tensor(value, place)
         return self._container(value, place)
 
     def _tensor(self, value: Tensor, place: str) -> list[Any]:
-        if value.layout != torch.strided or value.is_quantized:
-            raise ValueError(f"{place} is a {value.layout} tensor: a record holds dense ones; call to_dense()")
+        if value.layout != torch.strided or value.is_quantized or value.is_nested or value.device.type == "meta":
+            named = {"quantized": value.is_quantized, "nested": value.is_nested, "meta": value.device.type == "meta"}
+            what = next((name for name, is_so in named.items() if is_so), str(value.layout))
+            raise ValueError(f"{place} is a {what} tensor: a record holds dense ones that have values, such as to_dense() makes")
         flags = [isinstance(value, nn.Parameter), value.requires_grad, value.device.type == "cpu"]
-        if value.dtype == torch.complex128:
-            return ["complex128", self._put(self._copy(torch.view_as_real(value.detach().resolve_conj()))), flags]
-        return ["tensor", self._put(self._copy(value.detach().resolve_conj())), flags]
+        return ["tensor", self._put(self._copy(value.detach().resolve_conj().resolve_neg())), flags]
 
     def _container(self, value: object, place: str) -> list[Any]:
         if not isinstance(value, list | tuple | dict) or type(value) not in (list, tuple, *_DICT_TYPES):
@@ -144,26 +178,32 @@ class ValueReader:
         if kind == "int":
             return int(rest[0], 16)
         if kind == "float":
-            return float.fromhex(rest[0])
+            return _float_of(rest[0])
         if kind == "complex":
-            return complex(float.fromhex(rest[0]), float.fromhex(rest[1]))
+            return complex(_float_of(rest[0]), _float_of(rest[1]))
         if kind == "str":
             return str(rest[0])
+        if kind == "utf-32":
+            return _of_utf32(rest[0])
         if kind == "bytes":
             return _bytes(self._take(rest[0]))
         if kind == "scalar":
+            plain = self._array_type(rest[0]).kind
+            if plain in "SU":
+                return np.bytes_(bytes.fromhex(rest[1])) if plain == "S" else np.str_(_of_utf32(rest[1]))
             return np.frombuffer(bytes.fromhex(rest[1]), self._array_type(rest[0]))[0]
         if kind == "array":
             return np.frombuffer(_bytes(self._take(rest[2])), self._array_type(rest[0])).reshape(rest[1]).copy()
-        if kind in ("tensor", "complex128"):
-            return self._tensor(kind, self._take(rest[0]), _list(rest[1]))
+        if kind == "tensor":
+            return self._tensor(self._take(rest[0]), _list(rest[1]))
         raise ValueError("no such kind")
 
-    def _tensor(self, kind: str, tensor: Tensor, flags: list[Any]) -> Tensor:
-        parameter, requires_grad, on_cpu = flags
+    def _tensor(self, tensor: Tensor, flags: list[Any]) -> Tensor:
+        parameter, requires_grad, on_cpu = map(bool, flags)
+        if requires_grad and not (tensor.is_floating_point() or tensor.is_complex()):
+            raise ValueError(f"a {tensor.dtype} tensor cannot require a gradient")
         value = tensor.to("cpu" if on_cpu else self._device, copy=True)
-        value = torch.view_as_complex(value) if kind == "complex128" else value
-        return nn.Parameter(value, requires_grad=bool(requires_grad)) if parameter else value.requires_grad_(bool(requires_grad))
+        return nn.Parameter(value, requires_grad=requires_grad) if parameter else value.requires_grad_(requires_grad)
 
     def _array_type(self, name: object) -> np.dtype[Any]:
         if not isinstance(name, str) or not _ARRAY_TYPE.fullmatch(name):
@@ -178,17 +218,40 @@ class ValueReader:
 
 def tensors_named(node: object) -> set[str]:
     """The tensors that a node and those in it name, whatever else is wrong with them."""
-    if not isinstance(node, list) or not node:
-        return set()
-    kind, rest = node[0], node[1:]
-    place = {"bytes": 0, "tensor": 0, "complex128": 0, "array": 2}.get(kind, -1) if isinstance(kind, str) else -1
-    if place >= 0:
-        return {str(n) for n in rest[place : place + 1]}
-    return (
-        set().union(*(tensors_named(n) for n in rest), *(tensors_named(n) for r in rest if isinstance(r, list) for n in r))
-        if rest
-        else set()
+    named: set[str] = set()
+    nodes = [node]
+    while nodes:
+        match nodes.pop():
+            case ["bytes" | "tensor", name, *_] | ["array", _, _, name, *_]:
+                named.add(str(name))
+            case ["list" | "tuple", [*items]]:
+                nodes += items
+            case [str(kind), [*pairs]] if kind in _DICTS:
+                nodes += [part for pair in pairs if isinstance(pair, list) for part in pair]
+            case _:
+                pass
+    return named
+
+
+def _utf32(value: str) -> str:
+    """Every code point, surrogates too, in hexadecimal."""
+    return value.encode("utf-32-le", "surrogatepass").hex()
+
+
+def _of_utf32(text: str) -> str:
+    return bytes.fromhex(text).decode("utf-32-le", "surrogatepass")
+
+
+def _float_text(value: float) -> str:
+    """Every bit of it: a NaN has a sign and a payload that its name does not tell."""
+    return value.hex() if value == value else struct.pack(">d", value).hex()
+
+
+def _float_of(text: str) -> float:
+    found: float = (
+        struct.unpack(">d", int(text, 16).to_bytes(8, "big"))[0] if len(text) == 16 and text[:3] in ("7ff", "fff") else float.fromhex(text)
     )
+    return found
 
 
 def _raw(data: bytes) -> Tensor:

@@ -9,6 +9,7 @@ Suffixes: K terms (`objectives.TERMS`), S segments of a micro-batch.
 import logging
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -88,6 +89,12 @@ class StepRow:
     """Segments dropped up to and with this step, in the whole run."""
     rank: int
     suspects: tuple[Suspects, ...]
+    values: Callable[[], list[float]] | None = None
+    """Where a ring already brings the numbers to the host: terms, loss, norm, finite, skipped; the tensors are not read then."""
+
+    def was_applied(self) -> bool:
+        """Whether the update was applied; reads the device."""
+        return bool(self.finite) if self.values is None else bool(self.values()[len(self.term_names) + 2])
 
     def explain(self, terms: list[float], loss: float, norm: float) -> str:
         """Which terms were not finite on which items, in one line; reads the device."""
@@ -95,7 +102,7 @@ class StepRow:
         what = f"{', '.join(broken)} not finite" if broken else ("loss not finite" if not _is_finite(loss) else f"gradient norm {norm}")
         places: list[str] = []
         for suspect in self.suspects:
-            ids = [i & (2**64 - 1) for i in suspect.id_S[suspect.broken_S].tolist()]
+            ids = [i & (2**64 - 1) for i in suspect.id_S.cpu()[suspect.broken_S.cpu()].tolist()]
             if ids:
                 shown = ", ".join(map(str, ids[:MAX_NAMED_ITEMS])) + (", ..." if len(ids) > MAX_NAMED_ITEMS else "")
                 places.append(f"micro-batch {suspect.micro_batch}: {len(ids)} of {suspect.id_S.numel()} items ({shown})")
@@ -163,7 +170,7 @@ class StatisticsReader:
             return ()
         lines: list[str] = []
         for old in due:
-            if not bool(old.finite):
+            if not old.was_applied():
                 terms, loss, norm, _ = _to_host(old)
                 lines.append(old.explain(terms, loss, norm))
         for line in lines:
@@ -199,6 +206,9 @@ def _is_finite(value: float) -> bool:
 
 
 def _to_host(row: StepRow) -> tuple[list[float], float, float, int]:
+    if row.values is not None:
+        *terms, loss, norm, _, skipped = row.values()
+        return terms, loss, norm, int(skipped)
     scalars = torch.stack([row.loss.double(), row.gradient_norm.double(), row.skipped_so_far.double()])
     *terms, loss, norm, skipped = torch.cat([row.terms_K, scalars]).tolist()
     return terms, loss, norm, int(skipped)

@@ -3,13 +3,14 @@
 1. Ranks agree on the host: does anyone refuse its batch, has everyone run out, how many micro-batches, how many segments in each.
 2. Every micro-batch is moved to the device and corrupted; counts of all terms are summed over the world, before any forward pass.
 3. Every micro-batch runs forward and backward with `sum_k weight_k numerator_k / denominator_k`.
-4. Gradients are summed over ranks; norm, finiteness and clipping follow from the sum, so they are alike everywhere.
+4. Gradients are summed over ranks, beside the last backward pass (`reduction.py`); norm, finiteness and clipping follow from the sum, so
+   they are alike everywhere.
 5. AdamW, refused on the device where something is not finite; temperatures are clamped; statistics stay on the device.
 
 Suffixes: K terms (`objectives.TERMS`); S segments; D hidden.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,11 +18,15 @@ from torch import Tensor
 
 from treadle.model.capacity import MAX_MICRO_BATCHES
 from treadle.model.config import TrainerConfig
+from treadle.model.device_layer import DeviceLayer, layer_of
+from treadle.model.device_step import DeviceStep, Mode, Update, step_mode
 from treadle.model.layout import BatchLayout
 from treadle.model.mesh import World
 from treadle.model.network import Network
 from treadle.model.objectives import TERMS, MicroBatch, Objectives, TermSums
-from treadle.model.optimizer import AdamW, FlatParameters
+from treadle.model.optimizer import AdamW
+from treadle.model.parallel import flat_parameters
+from treadle.model.reduction import GradientReduction
 from treadle.model.statistics import StepRow, Suspects
 from treadle.model.window import AccumulationWindow
 from treadle.pipeline import PackedBatch
@@ -53,7 +58,8 @@ class StepRunner:
         self.network = network
         self.world = world
         self.device = device
-        self.parameters = FlatParameters(network)
+        self.parameters = flat_parameters(config, network, world, device)
+        self.reduction = GradientReduction(world, self.parameters, network)
         self.optimizer = AdamW(self.parameters, config.optimizer)
         self.objectives = Objectives(config)
         self.window = AccumulationWindow(self.parameters)
@@ -67,6 +73,28 @@ class StepRunner:
         self._schedule = config.schedule.resolved()
         self._bf16 = bf16
         self._weights_K = torch.tensor(self.objectives.weights_K, dtype=torch.float64, device=device)
+        self._fixed: DeviceStep | None = None
+        if device.type == "cuda" and step_mode() != "free" and not self.parameters.is_sharded:
+            self.fix_sizes(layer_of(device), step_mode())
+
+    def fix_sizes(self, layer: DeviceLayer, mode: Mode) -> None:
+        """From now on, steps of one micro-batch run at fixed sizes (`device_step.py`), which CUDA does by itself."""
+        self._fixed = DeviceStep(
+            self._config,
+            self.network,
+            self.objectives,
+            self.world,
+            layer,
+            bf16=self._bf16,
+            mode=mode,
+            zero_gradients=self._zero_for_one_pass,
+            update=self._update,
+            skipped=self.skipped,
+        )
+
+    def _zero_for_one_pass(self) -> None:
+        self.parameters.gradients.zero_()
+        self.reduction.arm(after_rows=self.objectives.scores_pairs)
 
     def agree(self, batches: Sequence[PackedBatch], error: Exception | None, *, ended: bool = False, stopping: bool = False) -> Agreement:
         """The first exchange of a step (collective).
@@ -123,6 +151,10 @@ class StepRunner:
     ) -> tuple[StepRow, Tensor | None]:
         """One step over `batches` and the window, which it ends (collective)."""
         number = self.steps + 1
+        if self._fixed is not None and agreement.num_micro_batches == 1 and not self.window.micro_batches:
+            answer = self._step_at_fixed_sizes(self._fixed, batches, agreement, embeddings)
+            if answer is not None:
+                return answer
         prepared = self._prepare(batches, agreement.num_micro_batches)
         counts_K = self.window.counts_K.clone()
         for batch in prepared:
@@ -139,6 +171,8 @@ class StepRunner:
             sums = self._forward(batch)
             sums_K += sums.values_K()
             loss = sums.loss(scales_K)
+            if batch is prepared[-1]:
+                self.reduction.arm(after_rows=self.objectives.scores_pairs)
             if loss is not None:
                 loss.backward()  # type: ignore[no-untyped-call]
             if batch.layout.num_segments:
@@ -146,42 +180,75 @@ class StepRunner:
                 suspects.append(Suspects(batch.number, batch.layout.id_S, broken_S))
             if embeddings is not None:
                 rows.append(_item_rows(batch.layout, sums.pooled_SD, embeddings))
-        self.world.sum_gradients(self.parameters.gradients)
-        sums_K = self.world.all_sum(sums_K)
-
-        terms_K = torch.where(counts_K > 0, sums_K / counts_K.clamp(min=1), 0.0)
-        total = (terms_K * self._weights_K).sum()
-        norm = self.parameters.norm()
-        finite = torch.isfinite(total) & torch.isfinite(norm)
-        self.parameters.clip(norm, self._config.optimizer.max_gradient_norm)
         rate = self._schedule.learning_rate_at(number)
-        self.optimizer.step(rate, ~finite)
-        with torch.no_grad():
-            self.network.clamp_()
-        self.skipped += (~finite).to(torch.int64)
-        self.window.clear()
-        self.steps = number
-        self.dropped += agreement.dropped
-        row = StepRow(
-            step=number,
-            learning_rate=rate,
-            term_names=TERMS,
-            weights_K=self.objectives.weights_K,
-            terms_K=terms_K,
-            loss=total,
-            gradient_norm=norm,
-            finite=finite,
-            skipped_so_far=self.skipped.clone(),
-            truncated=agreement.truncated,
-            dropped_so_far=self.dropped,
-            rank=self.world.rank,
-            suspects=tuple(suspects),
-        )
+        done = self._update(counts_K, sums_K, rate)
+        row = self._row(number, rate, agreement, done, tuple(suspects))
         if embeddings is None:
             return row, None
         # Ranks with fewer micro-batches took part with empty ones, which add no rows.
         empty = torch.zeros(0, self.network.hidden, dtype=embeddings, device=self.device)
         return row, torch.cat([empty, *rows])
+
+    def _step_at_fixed_sizes(
+        self, fixed: DeviceStep, batches: Sequence[PackedBatch], agreement: Agreement, embeddings: torch.dtype | None
+    ) -> tuple[StepRow, Tensor | None] | None:
+        number = self.steps + 1
+        rate = self._schedule.learning_rate_at(number)
+        answer = fixed.take(batches[0] if batches else PackedBatch(self._config.batch), number, rate)
+        if answer is None:
+            return None
+        suspects = Suspects(0, answer.layout.id_S, ~torch.isfinite(answer.pooled_SD).all(dim=1))
+        row = self._row(number, rate, agreement, answer.update, (suspects,) if answer.layout.num_segments else (), answer.reading.values)
+        if embeddings is None:
+            return row, None
+        return row, _item_rows(answer.layout, answer.pooled_SD, embeddings)
+
+    def _update(self, counts_K: Tensor, sums_K: Tensor, rate: float | Tensor) -> Update:
+        """What follows the backward pass, on the device alone: reduction, clipping, AdamW (collective)."""
+        self.reduction.finish()
+        self.parameters.absorb()
+        sums_K = self.world.all_sum(sums_K)
+        terms_K = torch.where(counts_K > 0, sums_K / counts_K.clamp(min=1), 0.0)
+        total = (terms_K * self._weights_K).sum()
+        norm = self.parameters.norm()
+        finite = torch.isfinite(total) & torch.isfinite(norm)
+        self.parameters.clip(norm, self._config.optimizer.max_gradient_norm)
+        self.optimizer.step(rate, ~finite)
+        self.parameters.publish()
+        with torch.no_grad():
+            self.network.clamp_()
+        self.skipped += (~finite).to(torch.int64)
+        return Update(terms_K, total, norm, finite)
+
+    def _row(
+        self,
+        number: int,
+        rate: float,
+        agreement: Agreement,
+        done: Update,
+        suspects: tuple[Suspects, ...],
+        values: Callable[[], list[float]] | None = None,
+    ) -> StepRow:
+        """Ends the step on the host."""
+        self.window.clear()
+        self.steps = number
+        self.dropped += agreement.dropped
+        return StepRow(
+            step=number,
+            learning_rate=rate,
+            term_names=TERMS,
+            weights_K=self.objectives.weights_K,
+            terms_K=done.terms_K,
+            loss=done.total,
+            gradient_norm=done.norm,
+            finite=done.finite,
+            skipped_so_far=self.skipped.clone(),
+            truncated=agreement.truncated,
+            dropped_so_far=self.dropped,
+            rank=self.world.rank,
+            suspects=suspects,
+            values=values,
+        )
 
     def _prepare(self, batches: Sequence[PackedBatch], count: int) -> list[MicroBatch]:
         world = self.world

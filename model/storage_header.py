@@ -1,14 +1,13 @@
-"""The header of a safetensors file: where each tensor lies, made and read back with every size checked before it is used.
+"""Where each tensor of a safetensors file of ours goes, and the checksums that ride in its metadata.
 
-8 bytes           length of the header, little endian
-header            JSON: name -> {"dtype", "shape", "data_offsets"}, and "__metadata__": strings by string
-data              the tensors back to back, without gaps
+Entries are ordered by element size and name, so that the same content gives the same bytes. `treadle.crc32` holds CRC-32 in hexadecimal:
+8 digits of the header, taken with all digits of it as zeros, then 8 digits of each tensor's bytes in the order of the file. The format has
+no checksum of its own, and a flipped bit in a weight would train on unseen; one a tensor says which was changed, and costs 8 bytes.
 """
 
-import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+import zlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -17,14 +16,10 @@ import torch
 from torch import Tensor
 
 from treadle.model.storage_errors import DamagedFileError, TruncatedFileError
+from treadle.pipeline.tensor_header import Entry, TensorHeaderError, header_length, header_text, parse_header
 
 CHECKSUM_KEY = "treadle.crc32"
-"""Metadata that holds CRC-32 of the file past its first 8 bytes, taken with the checksum itself as zeros."""
-MAX_HEADER_BYTES = 100_000_000
-"""The limit of the published format."""
-MAX_DIMENSIONS = 64
-MAX_TENSOR_BYTES = 2**60
-"""Bounds sizes beside a zero, too, which take no bytes but overflow strides."""
+_DIGITS = 8
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -45,19 +40,13 @@ DTYPES: dict[str, torch.dtype] = {
     "C64": torch.complex64,
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_ITEM_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
+_NUMPY_KINDS = {"b": "BOOL", "u": "U", "i": "I", "f": "F"}
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One tensor's place."""
-
-    name: str
-    dtype: str
-    """Its type's name in the format."""
-    shape: tuple[int, ...]
-    begin: int
-    """First byte, counted from the end of the header."""
-    end: int
+def is_held(dtype: torch.dtype) -> bool:
+    """Whether the format has a name for a type."""
+    return dtype in _NAMES
 
 
 def place_tensors(tensors: Mapping[str, Tensor | np.ndarray]) -> list[Entry]:
@@ -69,7 +58,7 @@ def place_tensors(tensors: Mapping[str, Tensor | np.ndarray]) -> list[Entry]:
     sized: list[tuple[int, str, str, tuple[int, ...]]] = []
     for name, tensor in tensors.items():
         dtype = _dtype_of(name, tensor)
-        sized.append((DTYPES[dtype].itemsize, name, dtype, tuple(tensor.shape)))
+        sized.append((_ITEM_BYTES[dtype], name, dtype, tuple(tensor.shape)))
     entries: list[Entry] = []
     begin = 0
     # The widest elements come first, so that every entry starts aligned without padding between them, which the format forbids.
@@ -82,13 +71,8 @@ def place_tensors(tensors: Mapping[str, Tensor | np.ndarray]) -> list[Entry]:
 
 def _dtype_of(name: str, tensor: Tensor | np.ndarray) -> str:
     if isinstance(tensor, np.ndarray):
-        kinds = {
-            "b": "BOOL",
-            "u": f"U{8 * tensor.dtype.itemsize}",
-            "i": f"I{8 * tensor.dtype.itemsize}",
-            "f": f"F{8 * tensor.dtype.itemsize}",
-        }
-        dtype = "C64" if tensor.dtype == np.complex64 else kinds.get(tensor.dtype.kind, "")
+        kind = _NUMPY_KINDS.get(tensor.dtype.kind, "")
+        dtype = kind if kind == "BOOL" else f"{kind}{8 * tensor.dtype.itemsize}"
     else:
         dtype = _NAMES.get(tensor.dtype, "")
     if dtype not in DTYPES or name == "__metadata__":
@@ -96,113 +80,61 @@ def _dtype_of(name: str, tensor: Tensor | np.ndarray) -> str:
     return dtype
 
 
-def checksum_field(checksum: str) -> bytes:
-    """The checksum as it stands in the header."""
-    return f'"{CHECKSUM_KEY}":"{checksum}"'.encode()
-
-
 def make_header(entries: list[Entry], metadata: Mapping[str, str]) -> bytes:
-    """The header, its checksum still zeros.
+    """The header, its checksums still zeros.
 
     Raises:
-        ValueError: the metadata uses the checksum's key, or the header passes the format's limit.
+        ValueError: the metadata uses the checksums' key, or the header passes the format's limit.
     """
     if CHECKSUM_KEY in metadata:
-        raise ValueError(f"metadata {CHECKSUM_KEY!r} is reserved for the file's checksum")
-    table: dict[str, object] = {"__metadata__": {CHECKSUM_KEY: "0" * 8, **dict(sorted(metadata.items()))}}
-    for entry in entries:
-        table[entry.name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [entry.begin, entry.end]}
-    header = json.dumps(table, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % 8)
-    if len(header) > MAX_HEADER_BYTES:
-        raise ValueError(f"names and metadata take {len(header)} bytes: a safetensors file holds {MAX_HEADER_BYTES}")
-    return header
+        raise ValueError(f"metadata {CHECKSUM_KEY!r} is reserved for the file's checksums")
+    return header_text(entries, {CHECKSUM_KEY: "0" * _DIGITS * (1 + len(entries)), **dict(sorted(metadata.items()))})
 
 
-def read_header(path: str | Path, file: BinaryIO, size: int) -> bytes:
-    """The header of a file of `size` bytes.
+def checksummed(header: bytes, tensors: Sequence[int]) -> bytes:
+    """A header of `make_header` with its own checksum and those of the tensors."""
+    digits = "".join(f"{crc:08x}" for crc in (zlib.crc32(header), *tensors))
+    return header.replace(_field("0" * len(digits)), _field(digits), 1)
+
+
+def _field(digits: str) -> bytes:
+    return f'"{CHECKSUM_KEY}":"{digits}"'.encode()
+
+
+def read_header(path: str | Path, file: BinaryIO, size: int) -> tuple[bytes, list[Entry], dict[str, str]]:
+    """The header of a file of `size` bytes: its text, the tensors in the order of the file, and the metadata, checksums included.
 
     Raises:
-        TruncatedFileError: the file ends inside it.
+        TruncatedFileError: the file ends inside the header, or tensors end past the file's end.
         DamagedFileError: the file does not begin as a safetensors file does.
     """
-    if size < 8:
-        raise TruncatedFileError(path, f"is {size} bytes long: a safetensors file starts with 8 bytes of header length; use another copy")
-    length = int.from_bytes(file.read(8), "little")
-    if length < 2 or length > MAX_HEADER_BYTES:
-        raise DamagedFileError(path, f"is no safetensors file: its header would be {length} bytes (2 to {MAX_HEADER_BYTES} allowed)")
-    header = file.read(min(length, size - 8))
-    if header and not header.startswith(b"{"):
-        raise DamagedFileError(path, "is no safetensors file: its header is no JSON object")
-    if len(header) < length:
-        raise TruncatedFileError(path, f"ends inside its header, at {size} of at least {8 + length} bytes; use another copy")
-    return header
+    try:
+        length = header_length(file.read(8))
+        header = file.read(min(length, size - 8))
+        if header and not header.startswith(b"{"):
+            raise TensorHeaderError("corrupt", "the header is no JSON table")
+        if len(header) < length:
+            raise TensorHeaderError("truncated", f"it ends inside its header, at {size} of at least {8 + length} bytes")
+        return header, *parse_header(header, size - 8 - length, _ITEM_BYTES)
+    except TensorHeaderError as error:
+        if error.kind == "truncated":
+            raise TruncatedFileError(path, f"was cut: {error.detail}; use another copy") from error
+        raise DamagedFileError(path, f"is no safetensors file: {error.detail}") from error
 
 
-def parse_header(path: str | Path, header: bytes, data_bytes: int) -> tuple[list[Entry], dict[str, str], str | None]:
-    """The tensors in the order of the file, the metadata, and the checksum, None where another writer left none.
-
-    Args:
-        data_bytes: bytes that the file holds past the header.
+def take_checksums(path: str | Path, header: bytes, metadata: dict[str, str], count: int) -> list[str] | None:
+    """Removes the checksums from the metadata and answers those of the `count` tensors; None where another writer left none.
 
     Raises:
-        TruncatedFileError: tensors end past the file's end.
-        DamagedFileError: the header is no table of tensors that lie back to back up to the file's end.
+        DamagedFileError: there are none for each tensor, or the header does not match its own.
     """
-
-    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        table = dict(pairs)
-        if len(table) != len(pairs):
-            raise ValueError("a name comes twice")
-        return table
-
-    try:
-        table = json.loads(header, object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        raise DamagedFileError(path, f"is no safetensors file: its header is no JSON ({error})") from error
-    metadata: dict[str, str] = {}
-    for key, value in _object(path, "__metadata__", table.pop("__metadata__", {})).items():
-        if not isinstance(value, str):
-            raise DamagedFileError(path, f"metadata {key[:80]!r} is no string")
-        metadata[key] = value
-    entries = sorted((_parse_entry(path, name, value) for name, value in table.items()), key=lambda e: (e.begin, e.end))
-    at = 0
-    for entry in entries:
-        if entry.begin != at:
-            raise DamagedFileError(path, f"tensor {entry.name!r} starts at byte {entry.begin} of the data, not at {at}")
-        at = entry.end
-    if at > data_bytes:
-        raise TruncatedFileError(path, f"holds {data_bytes} of {at} bytes of tensors; use another copy")
-    if at < data_bytes:
-        raise DamagedFileError(path, f"{data_bytes - at} bytes follow its last tensor")
-    return entries, metadata, metadata.pop(CHECKSUM_KEY, None)
-
-
-def _object(path: str | Path, name: str, value: object) -> dict[str, object]:
-    if not isinstance(value, dict):
-        raise DamagedFileError(path, f"{name[:80]!r} is no JSON object")
-    return value
-
-
-def _parse_entry(path: str | Path, name: str, value: object) -> Entry:
-    fields = _object(path, name, value)
-    dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise DamagedFileError(path, f"tensor {name[:80]!r} has the unknown type {str(dtype)[:40]!r}")
-    sizes, places = _sizes(shape), _sizes(offsets)
-    item_bytes = DTYPES[dtype].itemsize
-    if sizes is None or len(sizes) > MAX_DIMENSIONS or places is None or len(places) != 2:
-        raise DamagedFileError(path, f"tensor {name[:80]!r} has a broken shape or place")
-    if math.prod(max(1, n) for n in sizes) * item_bytes > MAX_TENSOR_BYTES:
-        raise DamagedFileError(path, f"tensor {name[:80]!r} has shape {list(sizes)}: no tensor is that large")
-    needed = math.prod(sizes) * item_bytes
-    if places[1] - places[0] != needed:
-        raise DamagedFileError(path, f"tensor {name[:80]!r} of shape {sizes} takes {needed} bytes, its place {places[1] - places[0]}")
-    return Entry(name, dtype, sizes, places[0], places[1])
-
-
-def _sizes(value: object) -> tuple[int, ...] | None:
-    if not isinstance(value, list):
+    digits = metadata.pop(CHECKSUM_KEY, None)
+    if digits is None:
         return None
-    sizes = tuple(v for v in value if isinstance(v, int) and not isinstance(v, bool) and 0 <= v < 2**62)
-    return sizes if len(sizes) == len(value) else None
+    found = [digits[at : at + _DIGITS] for at in range(0, len(digits), _DIGITS)]
+    if len(found) != 1 + count:
+        raise DamagedFileError(path, f"holds {count} tensors and {len(found)} checksums: it was changed; use another copy")
+    crc = zlib.crc32(header.replace(_field(digits), _field("0" * len(digits)), 1))
+    if found[0] != f"{crc:08x}":
+        raise DamagedFileError(path, f"its header has checksum {crc:08x}, written with {found[0]}: it was changed; use another copy")
+    return found[1:]

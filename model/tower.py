@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint as checkpointed
 
+from treadle.kernels.dispatch import choose
 from treadle.kernels.mean_pool import mean_pool
 from treadle.kernels.rms_norm import rms_norm
 from treadle.kernels.rotary import rotary
-from treadle.kernels.segment_attention import segment_attention
+from treadle.kernels.segment_attention import segment_attention, segment_spans
 from treadle.kernels.segment_attention_reference import SegmentGroups, segment_groups
 from treadle.kernels.swiglu import swiglu
 from treadle.model.config import HEAD_WIDTH
@@ -61,7 +62,14 @@ class Block(nn.Module):
             draw_parameter_(weight, f"{name}.{key}", seed, 1 / math.sqrt(weight.shape[1] * shrink))
 
     def forward(
-        self, x_PD: Tensor, change_PD: Tensor | None, start_S: Tensor, length_S: Tensor, turn_PA: Tensor, groups: SegmentGroups
+        self,
+        x_PD: Tensor,
+        change_PD: Tensor | None,
+        start_S: Tensor,
+        length_S: Tensor,
+        turn_PA: Tensor,
+        groups: SegmentGroups | None,
+        spans_2P: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The residual stream before the block's last addition, and what is to be added: the next norm does it in one pass.
 
@@ -73,7 +81,7 @@ class Block(nn.Module):
         y_PD, x_PD = _add_norm(x_PD, change_PD, self.norm1, compute)
         qkv_P3HK = linear(y_PD, self.qkv).view(-1, 3, self._heads, HEAD_WIDTH)
         q_PHK, k_PHK, v_PHK = rotary(qkv_P3HK, self.q_gain, self.k_gain, turn_PA)
-        mixed_PHK = segment_attention(q_PHK, k_PHK, v_PHK, start_S, length_S, groups=groups)
+        mixed_PHK = segment_attention(q_PHK, k_PHK, v_PHK, start_S, length_S, groups=groups, spans_2P=spans_2P)
         y_PD, x_PD = _add_norm(x_PD, linear(mixed_PHK.flatten(1), self.out), self.norm2, compute)
         return x_PD, linear(swiglu(linear(y_PD, self.gate_up)), self.down)
 
@@ -104,8 +112,8 @@ class Tower(nn.Module):
 
     def __init__(self, depth: int, hidden: int, shape: BatchShape, seed: int, *, checkpoint: bool = False, name: str = "tower") -> None:
         super().__init__()
-        require_count("Tower", "depth", depth, 1, 1024)
-        require_count("Tower", "hidden", hidden, 128, 2**16)
+        depth = require_count("Tower", "depth", depth, 1, 1024)
+        hidden = require_count("Tower", "hidden", hidden, 128, 2**16)
         if hidden % 128:
             raise ValueError(f"Tower.hidden is {hidden}: it must be a multiple of 128")
         shape = shape.resolved()
@@ -120,26 +128,43 @@ class Tower(nn.Module):
 
     def forward(self, layout: BatchLayout, corruption: Corruption | None = None) -> Tensor:
         """States after the final norm, `[P, D]` in fp32 or wider, positions in the layout's order."""
-        groups = segment_groups(layout.start_S, layout.length_S, layout.num_positions, self.hidden // HEAD_WIDTH)
+        start_S, length_S = layout.start_S, layout.length_S
+        if choose("segment_attention", "auto", length_S.device, compute_dtype(self.norm)) == "triton":
+            # The kernels skip other segments' blocks themselves; sorting segments would read the device.
+            spans_2P = segment_spans(start_S, length_S, layout.num_positions)
+            return self.run(self.embedding(layout, corruption, None), start_S, length_S, self.turn(layout.coord_P3), None, spans_2P)
+        groups = segment_groups(start_S, length_S, layout.num_positions, self.hidden // HEAD_WIDTH)
         order_P, inverse_P = groups.order_P, groups.inverse_P
-        start_S = layout.start_S if inverse_P is None else _moved(layout.start_S, inverse_P)
-        turn_PA = self._turn(layout.coord_P3 if order_P is None else layout.coord_P3.index_select(0, order_P))
-        x_PD, change_PD = self.embedding(layout, corruption, order_P), None
-        groups = groups.in_order()
+        start_S = start_S if inverse_P is None else _moved(start_S, inverse_P)
+        turn_PA = self.turn(layout.coord_P3 if order_P is None else layout.coord_P3.index_select(0, order_P))
+        x_PD = self.embedding(layout, corruption, order_P)
+        states_PD = self.run(x_PD, start_S, length_S, turn_PA, groups.in_order(), None)
+        return states_PD if inverse_P is None else permute_rows(states_PD, inverse_P)
+
+    def run(
+        self, x_PD: Tensor, start_S: Tensor, length_S: Tensor, turn_PA: Tensor, groups: SegmentGroups | None, spans_2P: Tensor | None
+    ) -> Tensor:
+        """The blocks and the final norm, `[P, D]`, positions in the order given.
+
+        Args:
+            x_PD: what the embedding answers.
+            groups, spans_2P: as `segment_attention` takes them.
+        """
+        change_PD: Tensor | None = None
         for block in self.blocks:
-            arguments = (x_PD, change_PD, start_S, layout.length_S, turn_PA, groups)
+            arguments = (x_PD, change_PD, start_S, length_S, turn_PA, groups, spans_2P)
             if self.checkpoint and torch.is_grad_enabled():
                 x_PD, change_PD = checkpointed(block, *arguments, use_reentrant=False)
             else:
                 x_PD, change_PD = block(*arguments)
         states_PD, _ = _add_norm(x_PD, change_PD, self.norm, x_PD.dtype)
-        return states_PD if inverse_P is None else permute_rows(states_PD, inverse_P)
+        return states_PD
 
     def pool(self, states_PD: Tensor, layout: BatchLayout) -> Tensor:
         """The mean of each segment's states past its prefix and before its mask, `[S, D]` in fp32 or wider."""
         return mean_pool(states_PD, layout.start_S, layout.tokens_S)
 
-    def _turn(self, coord_P3: Tensor) -> Tensor:
+    def turn(self, coord_P3: Tensor) -> Tensor:
         """`e^{i angle}` of each channel pair at each position, `[P, A]`."""
         turn_CA = torch.complex(cast(Tensor, self.cosine_CA), cast(Tensor, self.sine_CA))
         parts = torch.split(turn_CA, [TIME_PAIRS, HEIGHT_PAIRS, WIDTH_PAIRS], dim=1)

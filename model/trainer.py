@@ -25,8 +25,9 @@ from treadle.model.checkpoint import (
 from treadle.model.config import Progress, TrainerConfig
 from treadle.model.config_json import geometry_differences, to_json
 from treadle.model.deferred import Deferred, Worker, settled
-from treadle.model.device import computes_in_bf16, pick_device
+from treadle.model.device import computes_in_bf16, keep_freed_memory, pick_device
 from treadle.model.mesh import World, require_same
+from treadle.model.mesh_errors import raise_together
 from treadle.model.network import Network
 from treadle.model.progress import ProgressReports, Stopped
 from treadle.model.rank_states import collect_ranks
@@ -71,8 +72,11 @@ class Trainer:
         self.world: World = config.mesh.world if config.mesh is not None else World()
         own = config.mesh.device if config.mesh is not None and config.device is None else config.device
         self.device = pick_device("TrainerConfig.device", own)
+        if self.device.type == "cpu":
+            keep_freed_memory()
         bf16 = computes_in_bf16(config.precision, self.device)
         shared: dict[str, object] = {"config": to_json(config), "versions": versions(), "device": self.device.type, "bf16": bf16}
+        shared |= {"parallel": config.parallel, "shard_ranks": config.shard_ranks}
         require_same(self.world, shared)
         self.network = Network(config).to(self.device)
         self._runner = StepRunner(config, self.network, self.world, self.device, bf16=bf16)
@@ -131,6 +135,11 @@ class Trainer:
 
         def run() -> None:
             batches, error = self._take(batch, None)
+            if self._runner.parameters.is_sharded:
+                error = ValueError(
+                    f"TrainerConfig.parallel is {self.config.parallel!r}: a window of accumulate would run blocks backward once for each "
+                    "term, not alike on all ranks; give the micro-batches to step as a list"
+                )
             agreement = self._runner.agree(batches, error)
             self._runner.accumulate(batches, agreement)
             self._consumed(batches)
@@ -181,9 +190,10 @@ class Trainer:
         Raises:
             ValueError: an argument is wrong, or ranks are at different steps.
             Stopped: the progress callback answered False.
-            StorageFileError: the folder or the disk refused the file; the old one is untouched.
+            StorageFileError: the folder or the disk refused the file; the old one is untouched. Both are raised on every rank; without
+                `wait`, by rank 0's answer alone.
         """
-        require_count("Trainer.save", "progress_steps", progress_steps)
+        progress_steps = require_count("Trainer.save", "progress_steps", progress_steps)
         if progress is not None and not callable(progress):
             raise ValueError(f"Trainer.save's progress is {progress!r}: it must be called with (done, total), or None")
         given = stream if stream is None or isinstance(stream, StreamState) else _position(stream)
@@ -200,11 +210,20 @@ class Trainer:
             ranks = collect_ranks(self.world, self._rank_state(given))
             if self._saving is not None:
                 self._wait_for_saving()
-            if ranks is None:
-                return settled(None)
-            content = self._content(ranks, copied=not wait)
+            # Whole parameters of a sharded tower are gathered, with every rank's help.
+            helps = ranks is not None or self._runner.parameters.is_sharded
+            content = self._content(ranks or [], copied=not wait) if helps else None
+            content = None if ranks is None else content
             if wait:
-                write(content)
+                error: Exception | None = None
+                try:
+                    if content is not None:
+                        write(content)
+                except Exception as caught:
+                    error = caught
+                raise_together(self.world, error)
+                return settled(None)
+            if content is None:
                 return settled(None)
             self._saving = self._writer.submit(lambda: write(content))
             return self._saving
@@ -275,7 +294,7 @@ class Trainer:
         runner = self._runner
 
         def of(flat: torch.Tensor) -> dict[str, torch.Tensor]:
-            return dict(runner.parameters.views(flat.to("cpu", copy=True) if copied else flat))
+            return runner.parameters.whole(flat, copied=copied)
 
         dropped_told, skipped_told = self._reader.told
         counters = [runner.dropped, int(runner.skipped), dropped_told, skipped_told]
@@ -328,11 +347,10 @@ class Trainer:
             ("moments.second", content.second, runner.optimizer.second),
         )
         for what, found, _ in groups:
-            require_entries(path, what, found, parameters.views(parameters.weights), optional=OPTIONAL_PARAMETERS)
+            require_entries(path, what, found, parameters.shapes(), optional=OPTIONAL_PARAMETERS)
         for _, found, flat in groups:
-            for name, view in parameters.views(flat):
-                if name in found:
-                    view.copy_(found[name])
+            parameters.place(flat, found)
+        parameters.publish()
         runner.optimizer.set_updates(float(content.updates))
         runner.steps = content.step
         dropped, skipped, dropped_told, skipped_told = map(int, content.counters.tolist())
@@ -352,12 +370,15 @@ class Trainer:
         if differences:
             raise CheckpointMismatchError(f"{path}: {'; '.join(differences)}: a tower's geometry cannot change")
         fresh: list[str] = []
-        for name, view in self._runner.parameters.views(self._runner.parameters.weights):
+        parameters, taken = self._runner.parameters, dict[str, torch.Tensor]()
+        for name, parameter in parameters.shapes():
             found = content.weights.get(name)
-            if found is not None and found.shape == view.shape:
-                view.copy_(found)
+            if found is not None and found.shape == parameter.shape:
+                taken[name] = found
             else:
                 fresh.append(name)
+        parameters.place(parameters.weights, taken)
+        parameters.publish()
         logger.info("started from the weights of %s; fresh: %s", path, ", ".join(fresh) or "none")
 
 

@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from treadle.model.checkpoint import CheckpointMismatchError, RankState, fold_ranks, read_checkpoint
+from treadle.model.checkpoint_folder import CheckpointFolder
 from treadle.model.config import Choices, Contrastive, LateInteraction, Schedule, TrainerConfig
 from treadle.model.statistics import StepResult
 from treadle.model.storage_errors import (
@@ -179,13 +181,17 @@ def test_what_a_reader_finds(saved: Path) -> None:
         keys, metadata = set(file.keys()), file.metadata()
     assert {"updates", "counters", "weights.tower.norm", "moments.first.tower.norm", "moments.second.tower.norm"} <= keys
     assert {"weights.temperatures.log_scale_G", "weights.token_temperatures.bias_G", "weights.heads.text.weight"} <= keys
-    assert (metadata["format"], metadata["format_version"], metadata["step"], metadata["world_size"]) == (
+    record = json.loads(metadata["record"])
+    assert (metadata["format"], metadata["format_version"], record["step"], len(record["ranks"])) == (
         "treadle.checkpoint",
         "1",
-        "1",
-        "1",
+        1,
+        1,
     )
-    assert json.loads(metadata["config"])["hidden"] == 128
+    assert (metadata["step"], metadata["world_size"], json.loads(metadata["config"])) == ("1", "1", record["config"])
+    assert record["config"]["hidden"] == 128 and record["versions"]["torch"] == torch.__version__
+    assert record["groups"]["weights"] == record["groups"]["moments.first"]
+    assert sorted(f"weights.{name}" for name in record["groups"]["weights"]) == sorted(key for key in keys if key.startswith("weights."))
     content = read_checkpoint(saved)
     assert content.step == 1 and float(content.updates) == 1.0
 
@@ -362,27 +368,87 @@ def test_edited_entries_are_refused_with_what_differs(saved: Path, tmp_path: Pat
     edits: list[tuple[dict[str, torch.Tensor | None], str]] = [
         ({"weights.tower.norm": None}, "weights.tower.norm is missing"),
         ({"weights.tower.norm": norm[:-1]}, r"weights.tower.norm has shape \[127\], this run's has \[128\]"),
-        ({"weights.wings": norm}, "weights.wings is of no use here"),
+        ({"weights.wings": norm}, "weights.wings is extra"),
         ({"weights.tower.norm": norm.double()}, "it must be float32"),
-        ({"updates": None}, "entry 'updates' is missing"),
-        ({"counters": tensors["counters"][:2]}, "entry 'counters' is missing or of another type"),
-        ({"wings": norm}, "has no meaning"),
-        ({"ranks.9.stream": torch.zeros(1, dtype=torch.uint8)}, "of no rank among 1"),
-        ({"ranks.0.wings": norm}, "unknown name, type or shape"),
-        ({"ranks.0.window": torch.tensor([1, 0, 0])}, "lacks its counts or sums"),
+        ({"updates": None, "wings": norm}, "updates is missing; wings is extra"),
+        ({"counters": tensors["counters"][:2]}, r"'counters' is torch.int64 \[2\]: it must be torch.int64 \[4\]"),
+        ({"ranks.0.state.0": norm}, "bytes are kept in another type"),
+        ({"ranks.0.state.0": None}, "ranks.0.state.0 is missing"),
     ]
     for changed, message in edits:
         merged = {name: value for name, value in (tensors | changed).items() if value is not None}
         write_tensors(bad, merged, metadata)
         with pytest.raises(ValueError, match=message):
             Trainer(tiny(**JOINT, resume=bad))
-    for world_size, message in (("0", "world_size is '0'"), (str(2**24), "whole number up to 131072")):
-        write_tensors(bad, tensors, metadata | {"world_size": world_size})
-        with pytest.raises(DamagedFileError, match=message):
+
+
+def test_edited_structures_are_refused(saved: Path, tmp_path: Path, tiny: Tiny) -> None:
+    tensors, metadata = read_tensors(saved)
+    bad = tmp_path / "bad.safetensors"
+    record = json.loads(metadata["record"])
+    part = record["ranks"][0]
+    window = {"micro_batches": 1, "truncated": 0, "dropped": 0, "counts": ["0x1p+0"] * 7, "sums": ["0x1p+0"] * 7}
+    edits: list[tuple[dict[str, object], str]] = [
+        ({"ranks": []}, "holds a part for each rank"),
+        ({"ranks": [part] * (2**17 + 1)}, "holds a part for each rank"),
+        ({"ranks": [{}]}, "the part of rank 0 is malformed"),
+        ({"ranks": [part | {"window": [1]}]}, "window of rank 0 is malformed"),
+        ({"ranks": [part | {"window": window | {"counts": ["x"]}}]}, "'counts' is malformed"),
+        ({"ranks": [part | {"window": window | {"sums": None}}]}, "'sums' is malformed"),
+        ({"ranks": [part | {"window": window | {"micro_batches": -1}}]}, "'micro_batches' is -1"),
+        ({"ranks": [part | {"window": window | {"sums": [], "counts": []}}]}, "holds other terms than this version has"),
+        ({"ranks": [part | {"gradients": ["text.tower.norm"]}]}, "ranks.0.gradients.text.tower.norm is missing"),
+        ({"ranks": [part | {"state": ["none"]}]}, "ranks.0.state.0 is extra"),
+        ({"step": 2**61}, "'step' is"),
+        ({"step": True}, "'step' is True"),
+        ({"groups": {}}, "'groups' is malformed"),
+        ({"groups": 3}, "'groups' is malformed"),
+        ({"config": {"hidden": 128}}, "its configuration cannot be read"),
+        ({"config": 3}, "'config' is malformed"),
+    ]
+    for changed, message in edits:
+        write_tensors(bad, tensors, metadata | {"record": json.dumps(record | changed)})
+        with pytest.raises(ValueError, match=message):
             Trainer(tiny(**JOINT, resume=bad))
-    write_tensors(bad, tensors, metadata | {"config": "{"})
-    with pytest.raises(DamagedFileError, match="its configuration cannot be read"):
+
+
+def test_an_editor_of_weights_is_noticed(saved: Path, tmp_path: Path, tiny: Tiny) -> None:
+    bad = tmp_path / "bad.safetensors"
+    with safe_open(saved, "pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(saved)
+    tensors["weights.tower.norm"] += 1
+    save_file(tensors, bad, metadata=metadata)
+    with pytest.raises(DamagedFileError, match="it was changed"):
         Trainer(tiny(**JOINT, resume=bad))
+    del metadata["treadle.crc32"]
+    save_file(tensors, bad, metadata=metadata)
+    with pytest.raises(DamagedFileError, match="lacks its checksums"):
+        Trainer(tiny(**JOINT, resume=bad))
+
+
+def test_a_folder_of_checkpoints_resumes_its_newest(tmp_path: Path, tiny: Tiny, batches: list[PackedBatch]) -> None:
+    folder = CheckpointFolder(tmp_path / "runs" / "checkpoints", keep=2)
+    assert folder.latest is None
+    config = tiny(schedule=Schedule(steps=5))
+    with Trainer(config) as trainer:
+        for batch in batches[:4]:
+            trainer.step(batch)
+            folder.save(trainer, wait=False)
+        folder.wait()
+        end = everything(trainer)
+    assert sorted(path.name for path in folder.folder.iterdir()) == [
+        "LATEST",
+        "last.safetensors",
+        "step-00000003.safetensors",
+        "step-00000004.safetensors",
+    ]
+    for path in (folder.folder, tmp_path / "runs", folder.latest, folder.last):
+        with Trainer(replace(config, resume=path)) as resumed:
+            assert resumed.steps_done == 4
+            assert_same(everything(resumed), end)
+    with pytest.raises(ValueError, match=r"best\.safetensors: there is no such file; a run keeps a best only where held-out samples"):
+        Trainer(replace(config, resume=folder.folder / "best.safetensors"))
 
 
 def _window(rank: int, gradient: float) -> RankState:

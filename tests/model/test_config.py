@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from treadle.model.config import Choices, Contrastive, LateInteraction, Masking, OptimizerConfig, Schedule, TrainerConfig
@@ -87,6 +88,30 @@ def test_refusals(build: object, message: str) -> None:
     assert callable(build)
     with pytest.raises(ValueError, match=message):
         build()
+
+
+def test_numpys_numbers_become_pythons_own() -> None:
+    """They come out of tables and sweeps; kept as they are they would overflow, and have no JSON form."""
+    config = _config(
+        depth=np.int32(2),
+        hidden=np.uint8(128),
+        batch=replace(BATCH, max_columns_per_row=np.uint8(64), image=ImageShape(patch_side=np.int64(8))),  # type: ignore[arg-type]
+        schedule=Schedule(steps=np.int64(10), learning_rate=np.float32(0.5)),  # type: ignore[arg-type]
+        contrastive=Contrastive(matryoshka_dimensions=(np.int16(32), np.int16(128)), bias=np.float64(1.5)),  # type: ignore[arg-type]
+        objective=Objective.CONTRASTIVE,
+        seed=np.uint64(2**64 - 1),
+    )
+    assert [type(x) for x in (config.depth, config.hidden, config.seed, config.batch.max_columns_per_row)] == [int] * 4
+    assert [type(x) for x in config.contrastive.matryoshka_dimensions] == [int, int]
+    assert type(config.schedule.learning_rate) is float
+    assert config.batch.resolved().positions == 4 * 64
+    assert trainer_config_from_json(json.loads(json.dumps(to_json(config)))) == config
+
+
+@pytest.mark.parametrize("value", [np.bool_(True), np.float64(2.0), "2", None])
+def test_what_is_no_integer_stays_refused(value: object) -> None:
+    with pytest.raises(ValueError, match=r"TrainerConfig\.depth is .*: it must be an integer"):
+        _config(depth=value)
 
 
 def test_json_keeps_every_field() -> None:

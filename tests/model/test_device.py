@@ -1,9 +1,12 @@
 """Which device a run takes: CUDA as if there were some, with its number, and what is refused."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
-from treadle.model.device import computes_in_bf16, pick_device
+from treadle.model.device import computes_in_bf16, keep_freed_memory, pick_device
 
 
 @pytest.fixture
@@ -45,3 +48,37 @@ def test_precision_follows_the_device() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
     assert [computes_in_bf16(None, d) for d in (cpu, cuda)] == [False, True]
     assert [computes_in_bf16("fp32", cuda), computes_in_bf16("bf16", cpu)] == [False, True]
+
+
+FAULTS = """
+import resource, torch
+from treadle.model.device import keep_freed_memory
+told = {call}
+for _ in range(10):
+    torch.ones(12 * 2**20)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(10):
+    torch.ones(12 * 2**20)
+print(told, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's allocator is told")
+def test_kept_memory_is_not_faulted_in_again() -> None:
+    """Ten tensors of 48 MiB, one after the other: each of 12,288 pages of 4 KiB anew, or none."""
+
+    def faults(call: str, **environment: str) -> tuple[str, int]:
+        code = FAULTS.replace("{call}", call)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PATH": "", **environment})
+        told, count = done.stdout.split()
+        return told, int(count)
+
+    told, kept = faults("keep_freed_memory()")
+    assert told == "True"
+    # Huge pages may take fewer faults than 4 KiB ones would.
+    assert faults("False")[1] > 2 * max(1, kept)
+    assert faults("keep_freed_memory()", MALLOC_TRIM_THRESHOLD_="131072")[0] == "False"
+
+
+def test_keeping_memory_is_done_once() -> None:
+    assert keep_freed_memory() is keep_freed_memory()

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from treadle.model.mesh import Mesh, MeshOptions, ProcessWorld, World, require_same
+from treadle.model.config import MeshOptions
+from treadle.model.mesh import Mesh, ProcessWorld, World, require_same
 from treadle.model.mesh_rendezvous import Meeting, PeersMissingError, RendezvousError, meet
 
 SIZES = [3, 0, 2]

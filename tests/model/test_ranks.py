@@ -10,15 +10,18 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from treadle.model.config import Choices, Contrastive, LateInteraction, OptimizerConfig, Schedule, TrainerConfig
-from treadle.model.mesh import Mesh, MeshOptions
+from treadle.model.config import Choices, Contrastive, LateInteraction, MeshOptions, OptimizerConfig, Schedule, TrainerConfig
+from treadle.model.mesh import Mesh
+from treadle.model.mesh_traffic import step_bytes
+from treadle.model.objectives import TERMS
+from treadle.model.reduction import GradientReduction
 from treadle.model.trainer import PeerRefusedError, Trainer
 from treadle.pipeline import PackedBatch, Packer, StepItems
 from treadle.shape import Negatives, Objective, PairLossForm
@@ -90,6 +93,15 @@ WORLDS: dict[int, dict[str, Scenario]] = {
         "joint_named_uneven": Scenario(NAMED_JOINT, [[[0, 1], None, [2, 3, 4, 5]]]),
         "ranked": Scenario(RANKED, [[[0, 1], [8, 9], [2, 3]]]),
         "sigmoid_accumulated": Scenario(SIGMOID, [[[0, 1], None, [2, 3]], [None, [4, 5], [6, 7]]], accumulated=1),
+    },
+    4: {
+        "masked_even": Scenario({}, [[[0, 1], [2, 3], [4, 5], [6, 7]]]),
+        "joint_named_uneven": Scenario(NAMED_JOINT, [[[0, 1, 2], None, [3, 4], [5]]], texts_only=(2,)),
+        "joint_named_micro_batches": Scenario(NAMED_JOINT, [[[0, 1], [2, 3], [4], None], [[6, 7], None, None, None]]),
+        "ranked": Scenario(RANKED, [[[0, 1], [8, 9], None, [2, 3, 4]]]),
+        "balanced": Scenario(BALANCED, [[[0, 1], [2], [8, 3], [4, 5]]]),
+        "sigmoid_groups_across_ranks": Scenario(SIGMOID, [[[0], [8, 1], [16, 9], [2, 3, 24]]]),
+        "sigmoid_accumulated": Scenario(SIGMOID, [[[0, 1], None, [2], [3]], [[4], [5, 6], None, [7]]], accumulated=1),
     },
 }
 
@@ -258,6 +270,93 @@ def _save_and_resume(mesh: Mesh, folder: Path) -> dict[str, Any]:
     return {"same": same, "equal": resumed == expected, "loss": resumed.loss, "norm": resumed.gradient_norm, "missing": told}
 
 
+Scheme = tuple[bool, bool, int]
+"""Whether the gather has a gradient, whether a rank's rows alone are anchors, and what multiplies the loss: 0 the world's size."""
+
+SCHEMES: dict[str, Scheme] = {
+    "own slot restored, global loss": (False, False, 1),
+    "own slot restored, global loss, times W": (False, False, 0),
+    "differentiable gather, global loss": (True, False, 1),
+    "differentiable gather, local rows": (True, True, 1),
+    "differentiable gather, local rows, times W": (True, True, 0),
+    "own slot restored, local rows": (False, True, 1),
+}
+BATCH = 8
+
+
+def info_nce(x_BD: torch.Tensor, y_BD: torch.Tensor, log_scale: torch.Tensor, first: int, count: int) -> torch.Tensor:
+    """Mean over the anchors first .. first + count, both ways."""
+    logits = log_scale.exp() * x_BD @ y_BD.T
+    anchors = torch.arange(first, first + count)
+    one, other = (torch.nn.functional.cross_entropy(part[anchors], anchors) for part in (logits, logits.T))
+    return (one + other) / 2
+
+
+def gradient_factors(mesh: Mesh) -> dict[str, list[float]]:
+    """How each scheme's gradient, averaged over ranks, compares with one process': the encoder's, the temperature's, and its error."""
+    world, local = mesh.world, BATCH // mesh.world_size
+    draw = torch.Generator().manual_seed(7)
+    inputs = torch.randn(2, BATCH, 6, dtype=torch.float64, generator=draw)
+    start = torch.randn(6, 4, dtype=torch.float64, generator=draw)
+
+    def gradients(loss_of: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        weight, log_scale = start.clone().requires_grad_(), torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
+        loss_of(weight, log_scale).backward()
+        assert weight.grad is not None and log_scale.grad is not None
+        return weight.grad, log_scale.grad
+
+    def unit(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.normalize(x, dim=1)
+
+    expected = gradients(lambda w, t: info_nce(unit(inputs[0] @ w), unit(inputs[1] @ w), t, 0, BATCH))
+    first = world.rank * local
+    factors: dict[str, list[float]] = {}
+    for name, (differentiable, own_rows, times) in SCHEMES.items():
+
+        def loss_of(
+            w: torch.Tensor, t: torch.Tensor, differentiable: bool = differentiable, own_rows: bool = own_rows, times: int = times
+        ) -> torch.Tensor:
+            sides: list[torch.Tensor] = []
+            for side in inputs:
+                mine = unit(side[first : first + local] @ w)
+                everyone = world.gather(mine if differentiable else mine.detach(), [local] * world.size)
+                if not differentiable:
+                    everyone = torch.cat([everyone[:first], mine, everyone[first + local :]])
+                sides.append(everyone)
+            loss = info_nce(sides[0], sides[1], t, first, local) if own_rows else info_nce(sides[0], sides[1], t, 0, BATCH)
+            return loss * (times or world.size)
+
+        weight, log_scale = (world.all_sum(g.clone()) / world.size for g in gradients(loss_of))
+        size = float(weight.norm() / expected[0].norm())
+        error = float((weight / size - expected[0]).norm() / expected[0].norm())
+        factors[name] = [size, float(log_scale / expected[1]), error]
+    return factors
+
+
+def sent_in_a_step(mesh: Mesh) -> dict[str, Any]:
+    """What a step sends, counted and by formula, and how many slices of the gradient went before the backward pass was over."""
+    scenario = WORLDS[2]["balanced_micro_batches"]
+    config = replace(config_of(scenario), mesh=mesh, depth=2)
+    batches = [b for b in rank_batches(scenario, mesh.rank) if b is not None]
+    with Trainer(config) as trainer:
+        runner = trainer._runner  # pyright: ignore[reportPrivateUsage]
+        runner.reduction = GradientReduction(mesh.world, runner.parameters, trainer.network, bucket_bytes=2**16)
+        before = replace(mesh.world.traffic)
+        trainer.step(batches)
+        counted = {name: value - asdict(before)[name] for name, value in asdict(mesh.world.traffic).items()}
+        expected = step_bytes(
+            2,
+            parameters=runner.parameters.gradients.numel(),
+            hidden=config.hidden,
+            # Two items a seed: four segments on each rank, then four and none.
+            segments=[[4, 4], [4, 0]],
+            terms=len(TERMS),
+            scores_pairs=True,
+            host_words=7,
+        )
+        return {"counted": counted, "expected": asdict(expected), "early": runner.reduction.sent_early, "of": len(runner.reduction.slices)}
+
+
 def main(folder: Path, world_size: int, rank: int) -> None:
     torch.set_num_threads(1)
     options = MeshOptions(directory=folder, host_domain_index=rank, host_domain_count=world_size, timeout_s=100)
@@ -268,7 +367,10 @@ def main(folder: Path, world_size: int, rank: int) -> None:
             out[name] = numbers
             torch.save(weights, folder / f"{name}-{rank}.pt")
         batch = Packer(SAMPLES.SHAPE).pack(items_of([0, 1], texts_only=False))
+        if world_size != 3:
+            out["factors"] = gradient_factors(mesh)
         if world_size == 2:
+            out["sent"] = sent_in_a_step(mesh)
             out["fit"] = _stop_by_one_rank(mesh, batch)
             out["refusals"] = _refusals(mesh, batch)
             out["resume"] = _save_and_resume(mesh, folder)
@@ -329,6 +431,38 @@ def _out(folder: Path, rank: int, key: str) -> Any:
     return json.loads((folder / f"out-{rank}.json").read_text())[key]
 
 
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_which_gathers_have_the_gradient_of_one_process(world_size: int, launched: Callable[[int], Path]) -> None:
+    w = float(world_size)
+    # Factors of the encoder's and of the temperature's gradient against one process, averaged over ranks as data-parallel wrappers do.
+    # "Own slot, global loss" sees each anchor once in W ranks' copies: 1 / W. Times W mends the encoder and breaks the temperature, which
+    # every rank had whole. Ours is the third and fourth, with a sum in place of the mean and the world's count in place of the batch's.
+    expected = {
+        "own slot restored, global loss": (1 / w, 1.0),
+        "own slot restored, global loss, times W": (1.0, w),
+        "differentiable gather, global loss": (1.0, 1.0),
+        "differentiable gather, local rows": (1.0, 1.0),
+        "differentiable gather, local rows, times W": (w, w),
+    }
+    for rank in range(world_size):
+        seen = _out(launched(world_size), rank, "factors")
+        for name, factors in expected.items():
+            assert seen[name][:2] == pytest.approx(factors, rel=1e-12), name
+            assert seen[name][2] < 1e-12, name
+        # The gradient that reaches others through a rank's rows is lost: no factor mends it.
+        _, temperature, error = seen["own slot restored, local rows"]
+        assert temperature == pytest.approx(1.0, rel=1e-12) and error > 0.01
+
+
+def test_a_step_sends_what_the_formula_says(launched: Callable[[int], Path]) -> None:
+    for rank in range(2):
+        seen = _out(launched(2), rank, "sent")
+        assert seen["counted"] == seen["expected"]
+        assert min(seen["expected"].values()) > 0
+        # Whoever ran the last micro-batch had sent most slices before its end; the other had none of it to run.
+        assert seen["early"] > seen["of"] // 2 if rank == 0 else seen["early"] == 0
+
+
 def test_ranks_end_together(launched: Callable[[int], Path]) -> None:
     folder = launched(2)
     # Streams of three and one batches: three steps. Rank 1 asks to stop after step 2: no rank takes a third.
@@ -347,7 +481,7 @@ def test_what_one_rank_cannot_take_is_told_to_all(launched: Callable[[int], Path
 def test_a_checkpoint_that_one_rank_cannot_read_starts_no_rank(launched: Callable[[int], Path]) -> None:
     first, second = (_out(launched(2), rank, "resume")["missing"] for rank in range(2))
     assert first == "rank 1 could not read its checkpoint, see its own error: no rank starts"
-    assert second.endswith("nowhere: there is no such file; check the path")
+    assert "nowhere: there is no such file; its folder holds" in second
 
 
 def test_a_world_resumes_bit_for_bit_and_another_world_size_takes_the_window_over(launched: Callable[[int], Path]) -> None:
