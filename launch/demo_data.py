@@ -21,7 +21,7 @@ from treadle.launch.demo_encode import ENCODERS, FORMATS
 from treadle.launch.demo_scenes import draw_scene
 from treadle.model.config import require_number
 from treadle.pipeline.whole_file import whole_file
-from treadle.shape import require_count
+from treadle.shape import require_count, settle_numbers
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +58,7 @@ class DatasetPlan:
         return sum(getattr(self, f"{prefix}{kind.value}s") for kind in Kind for prefix in ("", "held_out_"))
 
     def __post_init__(self) -> None:
+        settle_numbers(self)
         for kind in Kind:
             name = f"{kind.value}s"
             require_count("DatasetPlan", name, getattr(self, name), 1)

@@ -64,9 +64,9 @@ def encode_command(
     Vectors go to --out, one a row; beside it, with the ending .jsonl, one line per row says what it is: key, field, modality. What cannot
     be decoded is told and left out.
     """
-    from treadle.launch.checkpoints import find_checkpoint
     from treadle.launch.files import make_folder
     from treadle.model import Encoder
+    from treadle.model.checkpoint_folder import find_checkpoint
 
     schema = configuration(Schema, None, take_flags(Schema, parameters))
     if not out.suffix:

@@ -10,6 +10,7 @@ import click
 from treadle.launch.config import ConfigError
 from treadle.launch.flags import CONTEXT, Suggesting, configuration, flags, take_flags
 from treadle.launch.settings import HeldOutSettings
+from treadle.shape import Objective
 
 
 @click.command("evaluate", cls=Suggesting, context_settings=CONTEXT)
@@ -29,10 +30,10 @@ def evaluate_command(
     Every item is looked for among all items of the other modality; items of one sample, or of one group, are what should be found. A run's
     own held-out shards and settings are taken where none are given.
     """
-    from treadle.launch.checkpoints import find_checkpoint
     from treadle.launch.held_out import HeldOut
     from treadle.launch.report import recall_table
     from treadle.model import Encoder
+    from treadle.model.checkpoint_folder import find_checkpoint
     from treadle.model.network import Network
 
     path = find_checkpoint(checkpoint)
@@ -43,6 +44,8 @@ def evaluate_command(
     if not settings.sources:
         raise ConfigError(f"{path}: its run held no shards out: name shards to evaluate on, `treadle evaluate {path} SHARDS`")
     encoder = Encoder.load(path, device)
+    if encoder.config.objective == Objective.MASKED:
+        click.echo(f"warning: {path} was trained by masked terms alone: nothing drew its vectors together or apart", err=True)
     if dimensions is not None and dimensions > encoder.hidden:
         raise ConfigError(f"--dimensions is {dimensions}: the vectors of {path} have {encoder.hidden} values")
     network: Network = encoder.network
@@ -62,6 +65,8 @@ def evaluate_command(
         click.echo(json.dumps(record, indent=1))
         return
     recall_table(result.pairs, f"{path}: {held_out.samples} samples, held-out loss {result.loss:.4g}")
+    if held_out.samples == settings.max_samples:
+        click.echo(f"these are the first {settings.max_samples} samples: --max-samples asks for more")
     if held_out.skipped:
         click.echo("left out: " + ", ".join(f"{count} {kind}" for kind, count in sorted(held_out.skipped.items())))
     if json_path is not None:

@@ -3,6 +3,7 @@
 import base64
 import html
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from treadle.launch.flags import CONTEXT, Suggesting, configuration, flags, take_flags
-from treadle.launch.pack import packing_tree
+from treadle.launch.flags import CONTEXT, Suggesting, flags, take_flags
+from treadle.launch.pack import configured, packing_tree
 from treadle.launch.settings import DataSettings
 from treadle.launch.toml_text import to_tree, toml_text
-from treadle.shape import BatchShape, require_count
+from treadle.shape import BatchShape, require_count, settle_numbers
 
 if TYPE_CHECKING:
     from treadle.launch.survey import Survey
@@ -37,6 +38,7 @@ class InspectSettings:
     """Samples that are read, the first ones; 0 reads all."""
 
     def __post_init__(self) -> None:
+        settle_numbers(self)
         require_count("InspectSettings", "limit", self.limit, 0)
 
 
@@ -45,9 +47,10 @@ class InspectSettings:
 @click.option(
     "--config", type=click.Path(path_type=Path), help="TOML file of a training run, whose batch shape and data settings are taken."
 )
+@click.option("--toml", "only_toml", is_flag=True, help="Print the batch shape alone, as TOML for a training run's file.")
 @click.option("--html", "page", type=click.Path(path_type=Path), help="Also write a page with packed rows as pictures.")
 @flags(InspectSettings)
-def inspect_command(sources: tuple[str, ...], config: Path | None, page: Path | None, **parameters: Any) -> None:
+def inspect_command(sources: tuple[str, ...], config: Path | None, page: Path | None, only_toml: bool, **parameters: Any) -> None:
     """Tell what SOURCES hold (URLs, globs, brace ranges of tar shards): fields, sizes, lengths in tokens, damage, and how it all packs.
 
     Lengths come from headers; nothing is changed.
@@ -56,7 +59,7 @@ def inspect_command(sources: tuple[str, ...], config: Path | None, page: Path | 
 
     tree = packing_tree(config, sources)
     tree = {name: tree[name] for name in ("batch", "data") if name in tree}
-    settings = configuration(InspectSettings, None, take_flags(InspectSettings, parameters), tree)
+    settings = configured(InspectSettings, config, take_flags(InspectSettings, parameters), tree)
     data = settings.data
     if not data.sources:
         raise click.UsageError("there is nothing to inspect: name shards, or a configuration that does")
@@ -65,6 +68,9 @@ def inspect_command(sources: tuple[str, ...], config: Path | None, page: Path | 
         kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(found.left_out.items())) or "they are empty"
         raise ValueError(f"{', '.join(url for source in data.sources for url in source.urls)}: no sample could be read ({kinds})")
     shape = settings.batch or suggest(found)
+    if only_toml:
+        click.echo(shape_toml(shape), nl=False)
+        return
     batches = packed_examples(found, shape, data.decode, DRAWN_BATCHES)
     _print(found, shape, batches, given=settings.batch is not None)
     if page is not None:
@@ -73,6 +79,17 @@ def inspect_command(sources: tuple[str, ...], config: Path | None, page: Path | 
         make_folder(page.parent)
         write_text(page, _page(found, shape, batches))
         click.echo(f"wrote {page}")
+
+
+def shape_toml(shape: BatchShape) -> str:
+    """A batch shape as a training run's file has it: what is not derived, and no slice that is not live."""
+    tree: dict[str, object] = {}
+    for name, value in to_tree(shape).items():
+        if isinstance(value, dict):
+            value = {inner: size for inner, size in value.items() if size}
+        if value:
+            tree[name] = value
+    return toml_text({"trainer": {"batch": tree}})
 
 
 def _rows(found: "Survey") -> list[list[str]]:
@@ -112,10 +129,12 @@ def _print(found: "Survey", shape: BatchShape, batches: "Sequence[PackedBatch]",
     if found.left_out:
         click.echo("left out: " + ", ".join(f"{count:,} {kind}" for kind, count in sorted(found.left_out.items())))
     click.echo("the batch shape that was given:" if given else "a batch shape that suits these samples:")
-    click.echo(toml_text({"trainer": {"batch": to_tree(shape)}}), nl=False)
+    click.echo(shape_toml(shape), nl=False)
     if batches:
         cut = sum(batch.truncated for batch in batches)
+        closed = Counter(batch.closed_by for batch in batches)
         click.echo(f"fill of {len(batches)} batches: {_fill(batches)}; {cut} items cut, {sum(batch.dropped for batch in batches)} dropped")
+        click.echo("closed by: " + ", ".join(f"{name} ({count})" for name, count in closed.most_common()))
 
 
 _STYLE = (
@@ -134,7 +153,7 @@ def _page(found: "Survey", shape: BatchShape, batches: "Sequence[PackedBatch]") 
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>treadle inspect</title><style>{_STYLE}</style>'
         f"<h1>{found.samples:,} samples of {len(found.shards):,} shards</h1><table><tr>{head}</tr>{body}</table><p>Left out: {left_out}.</p>"
-        f"<h2>How they pack</h2><pre>{html.escape(toml_text({'trainer': {'batch': to_tree(shape)}}))}</pre><p>{html.escape(_fill(batches))}</p>"
+        f"<h2>How they pack</h2><pre>{html.escape(shape_toml(shape))}</pre><p>{html.escape(_fill(batches))}</p>"
         f'{pictures}<h2>The first samples</h2><div class="samples">{samples}</div></html>\n'
     )
 

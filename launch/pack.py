@@ -1,61 +1,63 @@
 """`treadle pack`: reads, decodes and packs shards once, so that training only has to read."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
-from treadle.launch.config import Tree, read_toml
+from treadle.launch.config import ConfigError, Leaf, Tree, locate, read_toml
 from treadle.launch.flags import CONTEXT, Suggesting, configuration, flags, take_flags
-from treadle.launch.settings import DataSettings
-from treadle.model.config import LateInteraction
-from treadle.shape import BatchShape, require_count
+from treadle.launch.settings import PackSettings
+
+T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PackSettings:
-    """What to pack, and into what."""
-
-    batch: BatchShape
-    """What one device's step carries at most."""
-    data: DataSettings = field(default_factory=DataSettings)
-    late_interaction: LateInteraction = field(default_factory=LateInteraction)
-    """Whose capacities batches keep to, where its weight is positive."""
-    batches_per_shard: int = 64
-    """Batches of one packed shard."""
-    max_batches: int = 0
-    """Batches to write at most; 0 goes on to the data's end."""
-
-    def __post_init__(self) -> None:
-        require_count("PackSettings", "batches_per_shard", self.batches_per_shard, 1)
-        require_count("PackSettings", "max_batches", self.max_batches, 0)
-        if self.data.packed:
-            raise ValueError(f"data.packed is {self.data.packed!r}: that is packed already; name shards of samples as sources")
-        if self.data.sources and not self.max_batches and self.data.epochs is None:
-            raise ValueError("data.epochs is none and max_batches is 0: packing would never end; give --data.epochs 1 or --max_batches N")
+_NAMES = ("batch", "data", "late_interaction", "batches_per_shard", "max_batches", "ranks", "workers")
 
 
 def packing_tree(config: Path | None, sources: tuple[str, ...]) -> Tree:
     """The parts of a training configuration that packing reads, one epoch unless it says otherwise."""
     tree: Tree = {}
+    edges: object = None
     if config is not None:
         read = read_toml(config)
         trainer = read.get("trainer")
         if isinstance(trainer, dict):
             tree |= {name: trainer[name] for name in ("batch", "late_interaction") if name in trainer}
-        tree |= {name: read[name] for name in ("batch", "data", "late_interaction", "batches_per_shard", "max_batches") if name in read}
+            contrastive = trainer.get("contrastive")
+            edges = contrastive.get("max_edges_per_device") if isinstance(contrastive, dict) else None
+        tree |= {name: read[name] for name in _NAMES if name in read}
     given = tree.get("data")
     data: Tree = {"epochs": 1, **(given if isinstance(given, dict) else {})}
+    if edges is not None and not data.get("max_edges"):
+        data["max_edges"] = edges  # what the trainer's own stream would be given
     if sources:
         data["sources"] = list(sources)
     tree["data"] = data
     return tree
 
 
+def configured(owner: type[T], config: Path | None, given: Sequence[tuple[Leaf, object]], tree: Tree) -> T:
+    """A configuration of `packing_tree`'s parts and flags; what is wrong with the file is told with the file and the line.
+
+    Raises:
+        ConfigError: the file or a flag is wrong.
+    """
+    try:
+        return configuration(owner, None, given, tree)
+    except ConfigError as error:
+        key = error.key.split("[")[0]
+        if config is None or any(leaf.name == key or leaf.name.startswith(f"{key}.") for leaf, _ in given):
+            raise
+        places = [locate(config, prefix + key) for prefix in ("", "trainer.")]
+        place = next((place for place in places if place != str(config)), str(config))
+        raise ConfigError(f"--config {place}: {error}", error.key) from error
+
+
 @click.command("pack", cls=Suggesting, context_settings=CONTEXT)
 @click.argument("sources", nargs=-1)
-@click.option("--out", required=True, help="Folder of the packed shards, which must hold none.")
+@click.option("--out", required=True, help="Folder or object-store URL of the packed shards. One that is packed in part is gone on with.")
 @click.option(
     "--config", type=click.Path(path_type=Path), help="TOML file of a training run, whose batch shape and data settings are taken."
 )
@@ -63,46 +65,46 @@ def packing_tree(config: Path | None, sources: tuple[str, ...]) -> Tree:
 def pack_command(sources: tuple[str, ...], out: str, config: Path | None, **parameters: Any) -> None:
     """Read, decode and pack SOURCES (URLs, globs, brace ranges of tar shards) into shards of packed batches.
 
-    `treadle train --data.packed FOLDER` then reads batches instead of samples, and takes the same steps bit for bit.
+    `treadle train --data.packed FOLDER` then reads batches instead of samples. With --ranks as many as will train, it takes the same
+    steps, bit for bit. Interrupted, or killed, the same command goes on where it was.
     """
     given = take_flags(PackSettings, parameters)
     if not sources and config is None and not any(leaf.name == "data.sources" for leaf, _ in given):
         raise click.UsageError("there is nothing to pack: name shards, or a configuration that does")
-    settings = configuration(PackSettings, None, given, packing_tree(config, sources))
+    settings = configured(PackSettings, config, given, packing_tree(config, sources))
     if not settings.data.sources:
-        raise click.UsageError(f"{config}: names no sources to pack: name shards")
-    _pack(settings, out)
+        raise click.UsageError(f"--config {config}: names no sources to pack: name shards")
+    _pack(settings, out.rstrip("/") or "/")
 
 
 def _pack(settings: PackSettings, out: str) -> None:
+    from treadle.launch.packing import Packed, already_packed, is_joined, pack_all
     from treadle.launch.report import Bar
     from treadle.launch.signals import StopRequest
-    from treadle.launch.training import open_stream
-    from treadle.pipeline import PackedWriter
+    from treadle.pipeline.storage import public_url
 
-    late = settings.late_interaction.resolved(settings.batch.resolved()) if settings.late_interaction.weight > 0 else None
-    batches = segments = tokens = dropped = 0
-    fill = 0.0
-    with StopRequest() as stop, open_stream(settings.data, settings.batch, late) as stream:
-        with (
-            PackedWriter(out, batches_per_shard=settings.batches_per_shard) as writer,
-            Bar("packing batches", settings.max_batches or None) as bar,
-        ):
-            for batch in stream:
-                writer.write(batch)
-                batches += 1
-                segments, tokens, dropped = segments + batch.segments, tokens + batch.tokens, dropped + batch.dropped
-                fill += max(batch.fill.values())
-                bar.at(batches, f"fill {fill / batches:.3f}, {segments:,} items")
-                if stop or batches == settings.max_batches:
-                    break
-        counts = stream.quarantine.counts
-    if not batches:
+    where = public_url(out)
+    before = [already_packed(out, part, settings.ranks) for part in range(settings.ranks)]
+    batches_before = sum(part.batches for part in before)
+    # Killed between the end of the last rank and the joining of their indexes, there is that left to do.
+    if all(part.complete for part in before) and is_joined(out, settings.ranks):
+        raise ValueError(f"{where} is packed to its end, {batches_before:,} batches: there is nothing left to do; give another folder")
+    most = settings.max_batches * settings.ranks
+    with StopRequest() as stop, Bar("packing batches", most or None) as bar:
+        if batches_before:
+            bar.say(f"{where} holds {batches_before:,} batches: going on after them")
+
+        def tell(done: Packed) -> None:
+            bar.at(done.batches, f"fill {done.mean_fill:.3f}, {done.segments:,} items")
+
+        done = pack_all(settings, out, tell=tell, stopped=lambda: bool(stop))
+    if not done.batches:
         raise ValueError(f"{', '.join(url for source in settings.data.sources for url in source.urls)}: holds no item that could be packed")
     click.echo(
-        f"wrote {batches:,} batches to {out}: {segments:,} items, {tokens:,} tokens, fill {fill / batches:.4f}, {dropped:,} items dropped"
+        f"wrote {done.batches:,} batches to {where}: {done.segments:,} items, {done.tokens:,} tokens, fill {done.mean_fill:.4f}, "
+        f"{done.dropped:,} items dropped"
     )
-    if counts:
-        click.echo("left out: " + ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())))
+    if done.lost:
+        click.echo("left out: " + ", ".join(f"{count} {kind}" for kind, count in sorted(done.lost.items())))
     if stop:
-        click.echo(f"stopped by {stop.name}; what is in the folder is whole")
+        click.echo(f"stopped by {stop.name}; what is in the folder is whole, and the same command goes on after it")

@@ -18,8 +18,24 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from treadle.model.evaluate import Retrieval
+    from treadle.pipeline import ShardStream
 
 Number = int | float
+
+
+STAGE_NAMES = {"read": "reading", "decode": "decoding", "pack": "packing", "consumer": "the training step"}
+"""How the stages of `ShardStream.stats` are told."""
+
+
+def input_stats(stream: "ShardStream") -> tuple[dict[str, Number], str]:
+    """What a row of metrics says of the stream since its start, and the stage that limits it (empty before the first batch)."""
+    stats = stream.stats()
+    values: dict[str, Number] = {}
+    for stage in ("read", "decode", "pack"):
+        found = stats[stage]
+        values |= {f"{stage}_{name}": found[name] for name in ("busy_s", "wait_input_s", "wait_room_s", "bytes_per_s")}
+    values["in_flight_bytes"] = stats["decode"]["in_flight_bytes"]
+    return values, stats["limiting_stage"]
 
 
 class RunLog:
@@ -39,14 +55,14 @@ class RunLog:
         self._writer = _summary_writer(self.tensorboard, after_step)
         self._began_s = time.monotonic()
 
-    def row(self, step: int, kind: str, values: Mapping[str, Number]) -> None:
+    def row(self, step: int, kind: str, values: Mapping[str, Number | str]) -> None:
         """Writes one row, whole, and a point of every curve; what is not finite is null in the one and left out of the other."""
-        shown = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        shown = {name: value if isinstance(value, str) or math.isfinite(value) else None for name, value in values.items()}
         record = {"step": step, "kind": kind, "time_s": round(time.monotonic() - self._began_s, 3), **shown}
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
         for name, value in values.items():
-            if math.isfinite(value):
+            if not isinstance(value, str) and math.isfinite(value):
                 self._writer.add_scalar(f"{kind}/{name}", value, step)
 
     def close(self) -> None:

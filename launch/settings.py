@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Literal
 
 from treadle.decoders.limits import DecodeOptions
-from treadle.model.config import TrainerConfig, require_number
-from treadle.model.mesh import MeshOptions
+from treadle.model.config import LateInteraction, MeshOptions, TrainerConfig, require_number
+from treadle.pipeline.quarantine import Budget
 from treadle.pipeline.samples import Schema
-from treadle.shape import require_count
+from treadle.shape import BatchShape, require_count, settle_numbers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,6 +24,7 @@ class SourceSettings:
     """Whether the source starts over at its end, for as long as another source lasts."""
 
     def __post_init__(self) -> None:
+        settle_numbers(self)
         if not self.urls:
             raise ValueError("urls is empty: name at least one shard")
         require_number("SourceSettings", "weight", self.weight, 0)
@@ -50,11 +51,19 @@ class DataSettings:
     threads: int | None = None
     """Decoding threads; none derives one per CPU."""
     processes: int | None = None
-    """Decoding processes in place of threads; none derives 0."""
+    """Decoding processes in place of threads; none derives one per CPU of the rank's share for audio or video not isolated, else 0."""
     on_error: Literal["quarantine", "raise"] = "quarantine"
     """Whether an unreadable item is counted and skipped, or ends the run."""
     quarantine: Path | None = None
     """File that a JSON line is written to for each thing skipped."""
+    max_quarantined: int | float | None = None
+    """Things skipped, per rank, past which the run stops: how many, or which share of the samples (0.01); none sets no bound."""
+    quarantine_probation: int = 1000
+    """Samples read before a share is judged."""
+    cache: Path | None = None
+    """Folder on a local disk in which whole remote shards are kept; the ranks of a machine share it. None keeps none."""
+    cache_bytes: int = 2**36
+    """Most bytes of shards in that folder; those not used for longest give way."""
     window: int = 4
     """Batches of look-ahead of the packer."""
     max_edges: int = 0
@@ -63,17 +72,53 @@ class DataSettings:
     decode: DecodeOptions = field(default_factory=DecodeOptions)
 
     def __post_init__(self) -> None:
+        settle_numbers(self)
         require_count("DataSettings", "seed", self.seed, 0, 2**64 - 1)
         require_count("DataSettings", "lanes", self.lanes, 0, 2**20)
         require_count("DataSettings", "shuffle", self.shuffle, 0, 2**40)
         require_count("DataSettings", "shuffle_bytes", self.shuffle_bytes, 0, 2**63 - 1)
+        Budget(max_quarantined=self.max_quarantined, quarantine_probation=self.quarantine_probation)
+        require_count("DataSettings", "cache_bytes", self.cache_bytes, 1, 2**62)
         require_count("DataSettings", "window", self.window, 1, 2**16)
         require_count("DataSettings", "max_edges", self.max_edges, 0)
         for name, least in (("epochs", 1), ("threads", 1), ("processes", 0)):
             if getattr(self, name) is not None:
                 require_count("DataSettings", name, getattr(self, name), least)
         if self.sources and self.packed:
-            raise ValueError("sources and packed are both set: name the shards of samples or the packed batches, not both")
+            raise ValueError(
+                f"sources and packed are both set (packed is {self.packed!r}), and a run reads one of them: take data.sources out of the "
+                "configuration to read packed batches (with the flag --data.packed, too), or leave data.packed out to read samples"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackSettings:
+    """What to pack, and into what."""
+
+    batch: BatchShape
+    """What one device's step carries at most."""
+    data: DataSettings = field(default_factory=DataSettings)
+    late_interaction: LateInteraction = field(default_factory=LateInteraction)
+    """Whose capacities batches keep to, where its weight is positive."""
+    batches_per_shard: int = 64
+    """Batches of one packed shard."""
+    max_batches: int = 0
+    """Batches to write at most, for each rank; 0 goes on to the data's end."""
+    ranks: int = 1
+    """Ranks that will train: as many streams are packed, which makes the same batches. Any other number can share them, too."""
+    workers: int = 0
+    """Ranks that are packed at the same time, each by a process; 0 derives one per CPU."""
+
+    def __post_init__(self) -> None:
+        settle_numbers(self)
+        require_count("PackSettings", "batches_per_shard", self.batches_per_shard, 1)
+        require_count("PackSettings", "max_batches", self.max_batches, 0)
+        require_count("PackSettings", "ranks", self.ranks, 1, 2**16)
+        require_count("PackSettings", "workers", self.workers, 0, 1024)
+        if self.data.packed:
+            raise ValueError(f"data.packed is {self.data.packed!r}: that is packed already; name shards of samples as sources")
+        if self.data.sources and not self.max_batches and self.data.epochs is None:
+            raise ValueError("data.epochs is none and max_batches is 0: packing would never end; give --data.epochs 1 or --max_batches N")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +138,7 @@ class HeldOutSettings:
     """What makes a checkpoint the best: the mean of recall@1 over pairs, or the held-out loss; derived takes recall where pairs are scored."""
 
     def __post_init__(self) -> None:
+        settle_numbers(self)
         require_count("HeldOutSettings", "max_samples", self.max_samples, 2)
 
 
@@ -112,6 +158,7 @@ class WorkerSettings:
     """Times that all processes are started again, from the latest checkpoint, when one fails."""
 
     def __post_init__(self) -> None:
+        settle_numbers(self)
         require_count("WorkerSettings", "nodes", self.nodes, 1, 2**16)
         require_count("WorkerSettings", "node_rank", self.node_rank, 0)
         require_count("WorkerSettings", "processes", self.processes, 0, 1024)
@@ -148,6 +195,7 @@ class RunSettings:
     """Steps between evaluations on the held-out samples; 0 evaluates at the end alone."""
 
     def __post_init__(self) -> None:
+        settle_numbers(self)
         require_count("RunSettings", "log_every", self.log_every, 1)
         require_count("RunSettings", "save_every", self.save_every, 1)
         require_count("RunSettings", "keep", self.keep, 1)

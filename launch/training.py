@@ -5,24 +5,26 @@ shards -> ShardStream -> Trainer.fit -> on_step: metrics, checkpoints, held-out 
 
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from treadle.launch.checkpoints import FOLDER, Checkpoints
+from treadle.launch.config import ConfigError
 from treadle.launch.files import make_folder, write_text
 from treadle.launch.held_out import HeldOut, HeldOutResult
-from treadle.launch.report import Bar, Number, RunLog
-from treadle.launch.settings import DataSettings, RunSettings
+from treadle.launch.report import STAGE_NAMES, Bar, Number, RunLog, input_stats
+from treadle.launch.settings import RunSettings
 from treadle.launch.signals import StopRequest
+from treadle.launch.streams import open_stream, quarantine_path, stream_sources, with_listed_sources
 from treadle.launch.toml_text import to_tree, toml_text
 from treadle.model import Mesh, StepResult, Trainer
 from treadle.model.checkpoint import read_checkpoint
-from treadle.model.config import LateInteraction
+from treadle.model.checkpoint_folder import FOLDER, CheckpointFolder
+from treadle.model.mesh import World
 from treadle.model.objectives import TERMS, term_weights
-from treadle.pipeline import PackedBatch, PackedReader, ShardStream, Source, StreamState
-from treadle.shape import BatchShape, Objective
+from treadle.pipeline import PackedBatch, PackedReader, Quarantine, ShardStream
+from treadle.shape import Objective
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +96,7 @@ class Run:
         self._stop = stop if stop is not None else StopRequest()
         self._stop_after_s = settings.stop_after_s if stop_after_s is None else stop_after_s
         self._quiet = quiet
+        self._stream: ShardStream | PackedReader | None = None
 
     def run(self) -> RunResult:
         """Trains until the schedule ends, the data end or somebody asks to stop; saves in every case.
@@ -103,6 +106,11 @@ class Run:
             StorageFileError: a checkpoint could not be read or written.
         """
         settings = self.settings
+        if settings.trainer.parallel != "replicate" and settings.held_out.sources:
+            raise ConfigError(
+                f"trainer.parallel is {settings.trainer.parallel!r} and held_out.sources is set: the evaluation runs on rank 0, which holds no "
+                "whole tower then; leave held_out.sources empty and run `treadle evaluate` on the checkpoints"
+            )
         with ExitStack() as stack:
             mesh = stack.enter_context(Mesh.bootstrap(settings.mesh, device=settings.trainer.device))
             world = mesh.world
@@ -114,11 +122,12 @@ class Run:
                 make_folder(settings.output / FOLDER)
             resume = self._resume or settings.trainer.resume
             config = replace(settings.trainer, mesh=mesh, resume=resume, init=None if resume else settings.trainer.init, progress=None)
-            stream = stack.enter_context(_opened(settings, world.rank, world.size))
+            stream = _opened(settings, world)
+            stack.enter_context(stream)
             self._trainer = trainer = stack.enter_context(Trainer(config))
             if trainer.stream_state is not None:
                 stream.load_state(trainer.stream_state)
-            self._checkpoints = Checkpoints(settings.output, settings.keep)
+            self._checkpoints = CheckpointFolder(settings.output / FOLDER, keep=settings.keep)
             self._log: RunLog | None = None
             if first:
                 write_text(settings.output / CONFIG_NAME, toml_text(to_tree(settings.resolved())))
@@ -128,11 +137,13 @@ class Run:
             total = settings.trainer.schedule.steps
             self._bar = stack.enter_context(Bar("training", total, quiet=self._quiet or not first))
             self._bar.at(trainer.steps_done)
+            if resume is not None:
+                self._bar.say(f"going on after step {trainer.steps_done} of {total}, from {resume}")
             if trainer.steps_done >= total:
                 self._bar.say(f"{resume} is at step {trainer.steps_done} and the schedule ends at {total}: raise it with --steps to go on")
             return self._train(stream)
 
-    def _train(self, stream: "_Batches") -> RunResult:
+    def _train(self, stream: ShardStream | PackedReader) -> RunResult:
         trainer = self._trainer
         self._began_s = began_s = time.monotonic()
         self._meter = _Meter(began_s)
@@ -154,8 +165,9 @@ class Run:
             seconds=time.monotonic() - began_s,
         )
 
-    def _metered(self, stream: "_Batches") -> Iterator[PackedBatch]:
+    def _metered(self, stream: ShardStream | PackedReader) -> Iterator[PackedBatch]:
         batches = iter(stream)
+        self._stream = stream
         while not self._stop:
             asked_s = time.monotonic()
             batch = next(batches, None)
@@ -178,7 +190,7 @@ class Run:
         if settings.evaluate_every and step % settings.evaluate_every == 0:
             self._evaluate()
         if step % settings.save_every == 0:
-            self._checkpoints.save(trainer)
+            self._checkpoints.save(trainer, wait=False)
         if self._stop_after_s and time.monotonic() - self._began_s > self._stop_after_s:
             self._stop.ask(f"stop_after_s {self._stop_after_s:g}")
         return not self._stop
@@ -193,12 +205,17 @@ class Run:
             if temperatures is not None:
                 values[f"{name}inverse_temperature"] = float(temperatures.log_scale_G.detach()[0].exp())
                 values[f"{name}bias"] = float(temperatures.bias_G.detach()[0])
+        limits = ""
+        if isinstance(self._stream, ShardStream):
+            read, limits = input_stats(self._stream)
+            rates |= read
         if self._log is not None:
-            self._log.row(stats.step, "train", values | rates)
+            self._log.row(stats.step, "train", values | rates | ({"limiting_stage": limits} if limits else {}))
         logger.info("step %d: loss %.6g, %.0f tokens/s", stats.step, stats.loss, rates["tokens_per_s"])
         for refusal in stats.refusals:
             self._bar.say(f"step {stats.step}: an update was refused: {refusal}")
-        self._bar.at(stats.step, f"loss {stats.loss:.4g}, {rates['tokens_per_s']:,.0f} tokens/s")
+        waits = f", {STAGE_NAMES[limits]} limits" if limits else ""
+        self._bar.at(stats.step, f"loss {stats.loss:.4g}, {rates['tokens_per_s']:,.0f} tokens/s{waits}")
         self._meter = _Meter(time.monotonic())
 
     def _evaluate(self) -> None:
@@ -251,100 +268,17 @@ def summary(result: HeldOutResult, objective: Objective) -> str:
     return text
 
 
-class _Batches:
-    """What a rank reads: a stream of shards, or packed batches. A context manager."""
-
-    def __init__(self, source: ShardStream | PackedReader, data: DataSettings, rank: int, world_size: int) -> None:
-        self._source, self._data, self._rank, self._world_size = source, data, rank, world_size
-
-    def __enter__(self) -> "_Batches":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if isinstance(self._source, ShardStream):
-            self._source.close()
-
-    def load_state(self, state: StreamState) -> None:
-        """Goes on after the batch that carried `state`."""
-        self._source.load_state(state)
-
-    def __iter__(self) -> Iterator[PackedBatch]:
-        if isinstance(self._source, ShardStream):
-            yield from self._source
-            return
-        epoch = 0
-        while self._data.epochs is None or epoch < self._data.epochs:
-            seen = 0
-            for batch in self._dealt(self._source):
-                seen += 1
-                yield batch
-            if not seen:
-                return
-            epoch += 1
-            self._source.load_position(replace(self._source.position, shard=0, batch=0, offset=0))
-
-    def _dealt(self, reader: PackedReader) -> Iterable[PackedBatch]:
-        """Of packed batches rank r of W takes every W-th, from the r-th on."""
-        shards = reader.index["shards"] if reader.index else []
-        place = sum(int(shard["batches"]) for shard in shards[: reader.position.shard]) + reader.position.batch
-        for batch in reader:
-            if place % self._world_size == self._rank:
-                yield batch
-            place += 1
-
-
-def _opened(settings: RunSettings, rank: int, world_size: int) -> _Batches:
+def _opened(settings: RunSettings, world: World) -> ShardStream | PackedReader:
     data, trainer = settings.data, settings.trainer
+    rank, world_size = world.rank, world.size
     if data.packed:
-        reader = PackedReader(data.packed, on_error=data.on_error)
-        return _Batches(reader, data, rank, world_size)
+        quarantine = Quarantine(quarantine_path(data, rank, world_size))
+        return PackedReader(
+            data.packed, rank=rank, world_size=world_size, epochs=data.epochs, on_error=data.on_error, quarantine=quarantine
+        )
     late = trainer.late_interaction.resolved(trainer.batch.resolved()) if trainer.late_interaction.weight > 0 else None
-    stream = open_stream(data, trainer.batch, late, max_edges=trainer.contrastive.max_edges_per_device, rank=rank, world_size=world_size)
-    return _Batches(stream, data, rank, world_size)
-
-
-def open_stream(
-    data: DataSettings,
-    shape: BatchShape,
-    late_interaction: LateInteraction | None = None,
-    *,
-    max_edges: int = 0,
-    rank: int = 0,
-    world_size: int = 1,
-) -> ShardStream:
-    """The stream of one rank.
-
-    Raises:
-        ValueError: a pattern names no shard, or there are more ranks than lanes.
-    """
-    return ShardStream(
-        stream_sources(data),
-        shape,
-        seed=data.seed,
-        rank=rank,
-        world_size=world_size,
-        lanes=data.lanes,
-        shuffle=data.shuffle,
-        shuffle_bytes=data.shuffle_bytes,
-        epochs=data.epochs,
-        threads=data.threads,
-        processes=data.processes,
-        schema=data.schema,
-        options=data.decode,
-        on_error=data.on_error,
-        # Ranks write a file each: appending from several machines to one would tear lines.
-        quarantine=data.quarantine if data.quarantine is None or world_size == 1 else f"{data.quarantine}.{rank}",
-        window=data.window,
-        max_edges=data.max_edges or max_edges,
-        late_interaction=late_interaction,
-    )
-
-
-def stream_sources(data: DataSettings) -> list[str] | list[Source]:
-    """The sources of a stream: one that is neither weighted nor repeats is plain URLs, which need no blend."""
-    if len(data.sources) == 1 and data.sources[0].weight == 1 and not data.sources[0].repeat:
-        return list(data.sources[0].urls)
-    return [Source(list(source.urls), weight=source.weight, repeat=source.repeat) for source in data.sources]
+    data = with_listed_sources(data, world)
+    return open_stream(data, trainer.batch, late, max_edges=trainer.contrastive.max_edges_per_device, rank=rank, world_size=world_size)
 
 
 def check_resume(path: Path) -> int:

@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+import socket
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -42,6 +43,17 @@ def first_host(nodes: str) -> str:
     """The first machine of a SLURM node list: `gpu[003-007,9],cpu1` begins with `gpu003`."""
     match = re.match(r"([^\[,]+)(?:\[([^\],-]+))?", nodes)
     return f"{match.group(1)}{match.group(2) or ''}" if match else "localhost"
+
+
+def address_towards(host: str, port: int) -> str | None:
+    """This machine's address on the way to another: what its name resolves to may be one that others cannot reach. None where there is no way."""
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(place)  # nothing is sent: connecting a datagram socket only picks the route
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
 
 
 def count_gpus() -> int:
@@ -89,6 +101,7 @@ def start_ranks(settings: WorkerSettings, arguments: Callable[[Path], Sequence[s
         rdzv_endpoint=f"{host}:{port}" if settings.nodes > 1 else "127.0.0.1:0",
         rdzv_configs={"is_host": settings.node_rank == 0},
         max_restarts=settings.max_restarts,
+        local_addr=address_towards(host, int(port)) if settings.nodes > 1 else None,
     )
     with tempfile.TemporaryDirectory(prefix="treadle-") as folder:
         marker = Path(folder) / "stopped"

@@ -120,6 +120,8 @@ def test_evaluate_with_other_words(treadle: Run, demo: Path) -> None:
     record = json.loads(done.out)
     assert {pair["document"] for pair in record["pairs"]} == {"caption", "image"}
     assert done.err == ""
+    few = treadle("evaluate", demo / "run", "--max-samples", 8)
+    assert "these are the first 8 samples: --max-samples asks for more" in few.out
 
 
 class _Tags(HTMLParser):

@@ -16,8 +16,7 @@ from treadle.launch.config import ConfigError, Leaf, Tree, build, convert, descr
 from treadle.launch.demo_data import DatasetPlan
 from treadle.launch.flags import configuration
 from treadle.launch.inspect import InspectSettings
-from treadle.launch.pack import PackSettings
-from treadle.launch.settings import DataSettings, HeldOutSettings, RunSettings, SourceSettings, WorkerSettings
+from treadle.launch.settings import DataSettings, HeldOutSettings, PackSettings, RunSettings, SourceSettings, WorkerSettings
 from treadle.launch.toml_text import to_tree, toml_text, value_text
 from treadle.launch.train import train_command
 from treadle.model.config import (
@@ -25,11 +24,11 @@ from treadle.model.config import (
     Contrastive,
     LateInteraction,
     Masking,
+    MeshOptions,
     OptimizerConfig,
     Schedule,
     TrainerConfig,
 )
-from treadle.model.mesh import MeshOptions
 from treadle.pipeline import Schema
 from treadle.shape import AudioShape, BatchShape, ImageShape, Negatives, Objective, PairLossForm, VideoShape
 
@@ -73,6 +72,7 @@ _SPECIAL: dict[str, object] = {
     "trainer.optimizer.beta1": 0.8,
     "trainer.optimizer.beta2": 0.9,
     "trainer.precision": "bf16",
+    "trainer.parallel": "shard",
     "trainer.device": "cpu",
     "trainer.resume": "some.safetensors",
     "trainer.init": "other.safetensors",
@@ -81,6 +81,7 @@ _SPECIAL: dict[str, object] = {
     "data.packed": "packed",
     "data.on_error": "raise",
     "data.quarantine": "skipped.jsonl",
+    "data.max_quarantined": 0.01,
     "data.epochs": 3,
     "data.threads": 2,
     "data.processes": 1,

@@ -7,7 +7,7 @@ import pytest
 
 from treadle.launch.settings import WorkerSettings
 from treadle.launch.signals import StopRequest
-from treadle.launch.workers import adopt_slurm, first_host, processes_here, role
+from treadle.launch.workers import address_towards, adopt_slurm, first_host, processes_here, role
 
 TASK = {
     "SLURM_PROCID": "5",
@@ -48,6 +48,11 @@ def test_anything_else_is_no_slurm_task(environment: dict[str, str]) -> None:
 )
 def test_first_host(nodes: str, host: str) -> None:
     assert first_host(nodes) == host
+
+
+def test_the_address_towards_a_machine() -> None:
+    assert address_towards("127.0.0.1", 29400) == "127.0.0.1"
+    assert address_towards("no.such.machine.invalid", 29400) is None
 
 
 def test_roles() -> None:
