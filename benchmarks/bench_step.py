@@ -1,15 +1,18 @@
-"""Claim: a packed step does useful work at every position, near the machine's own matrix-product rate.
+"""Claims: a step does useful work at every position, near the machine's own matrix-product rate, and is little else than the tower.
 
-The same tower, items and loss on the stamps mix, forward and backward, in turns:
-  packed     rows of whole segments, as Treadle trains
-  padded     every item of a modality padded at its right to the longest of that modality in the batch, as a collator would, and
-             no mask charged for (which flatters the baseline)
-  matmul     the machine's matrix products at the tower's width, the ceiling
+The same tower, items and loss on the stamps mix, in turns:
+  packed     forward, loss and backward over rows of whole segments, as Treadle trains
+  padded     the same over right-padded batches, one for each modality, every item as long as its longest; padding is hidden from attention by
+             a key mask, and the embedding and the loss see none of it
+  step       `Trainer.step`, whole: layout, corruption, losses, optimizer, statistics
+  tower      forward and backward of the tower alone, over the same corrupted positions
+  matmul     products of the tower's own sizes, forward and both gradients, back to back: the ceiling
 
-Tokens are real tokens either way. `useful rate` is the packed step's floating-point operations (matrix products of the forward and
-backward pass and attention scores) a second over the rate of bare products of the tower's own sizes.
+Tokens are real tokens either way. `useful rate` is a whole contrastive step's floating-point operations (matrix products of the forward and
+backward pass and attention scores) a second over the rate of bare products. `overhead` is the share of a step that is not the tower.
 
-    python benchmarks/bench_step.py --shards shards
+    python benchmarks/bench_step.py --shards shards          14 rows of 160 positions
+    python benchmarks/bench_step.py --shards shards --full   28 rows, as examples/stamps trains
 """
 
 import argparse
@@ -21,103 +24,171 @@ from pathlib import Path
 import numpy as np
 import record
 import torch
+from torch import Tensor
 
-from treadle import AudioShape, BatchShape, ImageShape, Modality, Objective, PackedBatch, Packer, Schedule, ShardStream, TrainerConfig
-from treadle.decoders import Payload
+from treadle import (
+    AudioShape,
+    BatchShape,
+    ImageShape,
+    LateInteraction,
+    LateInteractionSide,
+    Modality,
+    Objective,
+    PackedBatch,
+    Schedule,
+    ShardStream,
+    Trainer,
+    TrainerConfig,
+)
+from treadle.kernels.rms_norm import rms_norm
+from treadle.kernels.rotary import rotary
+from treadle.kernels.segment_attention import segment_attention
+from treadle.kernels.segment_attention_reference import SegmentGroup, SegmentGroups
+from treadle.kernels.swiglu import swiglu
+from treadle.model.contrastive import Candidates, contrastive_count, contrastive_sum
+from treadle.model.corruption import corrupt
+from treadle.model.device import keep_freed_memory
 from treadle.model.layout import BatchLayout
 from treadle.model.mesh import World
 from treadle.model.network import Network
 from treadle.model.objectives import Objectives
-from treadle.model.tower import inner_width
-from treadle.pipeline.bag import DecodedBag
+from treadle.model.tower import Block, compute_dtype, inner_width
+from treadle.pipeline import Schema
 
 HIDDEN, DEPTH = 512, 12
 SHAPE = BatchShape(
-    max_rows_per_device=2,
+    max_rows_per_device=14,
     max_segments_per_device=512,
-    max_columns_per_row=512,
-    image=ImageShape(patch_side=16, channels=4),
-    audio=AudioShape(chunk_samples=320, sample_rate=16_000),
+    max_columns_per_row=160,
+    image=ImageShape(patch_side=24, channels=4),
+    audio=AudioShape(chunk_samples=640, sample_rate=16_000),
 )
+FIELDS = ("png", "en.txt", "es.txt", "fr.txt", "ru.txt", "el.txt", "fr.ogg", "ru.ogg")
+SIDES = {name: LateInteractionSide.QUERY if name.endswith("txt") else LateInteractionSide.DOCUMENT for name in FIELDS}
+SCHEDULE = Schedule(steps=1000)
+CPU = torch.device("cpu")
 
 
-def packed_batch(shards: list[str]) -> PackedBatch:
+def packed_batch(shards: list[str], shape: BatchShape) -> PackedBatch:
     """A full batch of the stamps."""
-    with ShardStream(shards, SHAPE, epochs=1) as stream:
+    with ShardStream(shards, shape, epochs=1, schema=Schema(sides=SIDES)) as stream:
         return next(iter(stream))
 
 
-def padded_payload(batch: PackedBatch, segment: int, grid: tuple[int, int, int]) -> Payload:
-    """A segment's payload with zeros up to `grid`."""
-    modality = Modality(int(batch.modality[segment]))
-    payload = np.asarray(batch.payload(segment))
-    if modality is Modality.TEXT:
-        return Payload(np.pad(payload, (0, grid[0] - len(payload))), grid, (1, 1, grid[0]), False)
-    if modality is Modality.AUDIO:
-        samples = grid[0] * SHAPE.audio.chunk_samples
-        return Payload(np.pad(payload, (0, samples - len(payload))), grid, (1, 1, samples), False)
-    high, wide = grid[1] * SHAPE.image.patch_side, grid[2] * SHAPE.image.patch_side
-    padded = np.pad(payload, ((0, high - payload.shape[0]), (0, wide - payload.shape[1]), (0, 0)))
-    return Payload(padded, grid, (1, high, wide), False)
+class Padded:
+    """The tower over right-padded batches, one for each modality: the positions of a packed batch and the padding between them."""
+
+    def __init__(self, layout: BatchLayout) -> None:
+        self.layout = layout
+        self.parts: list[tuple[Tensor, Tensor, Tensor, SegmentGroup]] = []
+        for modality in Modality:
+            segment_B = (layout.modality_S == modality).nonzero()[:, 0]
+            if not len(segment_B):
+                continue
+            length_B = layout.length_S[segment_B]
+            longest, count = int(length_B.max()), len(segment_B)
+            place_L = torch.arange(longest)
+            real_BL = place_L < length_B[:, None]
+            source_BL = layout.start_S[segment_B][:, None] + place_L
+            group = SegmentGroup(0, count * longest, count, longest, None, None, real_BL[:, None, None, :])
+            self.parts.append(
+                (segment_B, source_BL.where(real_BL, torch.full_like(source_BL, layout.num_positions)).view(-1), real_BL, group)
+            )
+
+    @property
+    def positions(self) -> int:
+        """Positions of all parts, padding included."""
+        return sum(group.count * group.longest for *_, group in self.parts)
+
+    def pooled(self, network: Network) -> Tensor:
+        """The pooled vectors `[S, D]`, padding left out of the means."""
+        tower, layout = network.tower, self.layout
+        nothing_1D = torch.zeros(1, tower.hidden)
+        embedded_PD = torch.cat([tower.embedding(layout, None, None), nothing_1D])
+        turn_PA = torch.cat([tower.turn(layout.coord_P3), torch.ones(1, 32, dtype=torch.complex64)])
+        pooled: list[Tensor] = []
+        for segment_B, source_N, real_BL, group in self.parts:
+            x_ND, change_ND = embedded_PD.index_select(0, source_N), None
+            turn_NA = turn_PA.index_select(0, source_N)
+            for block in tower.blocks:
+                assert isinstance(block, Block)
+                x_ND, change_ND = self._block(block, x_ND, change_ND, turn_NA, group)
+            states_ND, _ = rms_norm(change_ND, tower.norm, x_ND, out_dtype=x_ND.dtype)  # type: ignore[arg-type]  # there is a block
+            kept_BL = real_BL.clone()
+            kept_BL[:, 0] = False
+            states_BLD = states_ND.view(group.count, group.longest, -1) * kept_BL[:, :, None]
+            pooled.append(states_BLD.sum(1) / layout.tokens_S[segment_B][:, None])
+        order_S = torch.cat([segment_B for segment_B, *_ in self.parts]).argsort()
+        return torch.cat(pooled)[order_S]
+
+    @staticmethod
+    def _block(block: Block, x_ND: Tensor, change_ND: Tensor | None, turn_NA: Tensor, group: SegmentGroup) -> tuple[Tensor, Tensor]:
+        compute, groups = compute_dtype(x_ND), SegmentGroups((group,), None, None)
+        linear = torch.nn.functional.linear
+        none_S = torch.zeros(0, dtype=torch.int64)
+        first = (x_ND, block.norm1, None) if change_ND is None else (change_ND, block.norm1, x_ND)
+        y_ND, x_ND = rms_norm(*first, out_dtype=compute)
+        q, k, v = rotary(linear(y_ND, block.qkv).view(len(y_ND), 3, -1, 64), block.q_gain, block.k_gain, turn_NA)
+        mixed = segment_attention(q, k, v, none_S, none_S, groups=groups)
+        y_ND, x_ND = rms_norm(linear(mixed.flatten(1), block.out), block.norm2, x_ND, out_dtype=compute)
+        return x_ND, linear(swiglu(linear(y_ND, block.gate_up)), block.down)
 
 
-def padded_batch(batch: PackedBatch) -> PackedBatch:
-    """The same items, each as long as the longest of its modality: a picture as tall and as wide as it takes to hold as many patches."""
-    tokens = batch.grid[: batch.segments].prod(1)
-    grids: dict[int, tuple[int, int, int]] = {}
-    for modality in np.unique(batch.modality[: batch.segments]):
-        of_kind = batch.modality[: batch.segments] == modality
-        grids[int(modality)] = (int(tokens[of_kind].max()), 1, 1)
-    segments = range(batch.segments)
-    payloads: list[Payload] = []
-    for segment in segments:
-        kind = int(batch.modality[segment])
-        longest = grids[kind][0]
-        grid = grids[kind]
-        if kind == Modality.IMAGE:
-            high, wide = int(batch.grid[segment, 1]), int(batch.grid[segment, 2])
-            # A patch sequence is padded as a sequence: rows of patches of this picture's width, the last one cut by rounding down.
-            grid = (1, max(high, longest // wide), wide)
-        payloads.append(padded_payload(batch, segment, grid))
-    lengths = [1 + int(np.prod(payload.grid)) for payload in payloads]
-    rows = -(-sum(lengths) // SHAPE.max_columns_per_row) + len(lengths)
-    shape = replace(SHAPE, max_rows_per_device=rows, max_segments_per_device=batch.segments)
-    packer = Packer(shape, window=1, max_edges=batch.segments**2)
-    count = batch.segments
-    packer.add_decoded(
-        DecodedBag(
-            modalities=batch.modality[:count].tolist(),
-            payloads=payloads,
-            lengths=lengths,
-            items=list(segments),
-            ids=batch.id[:count].tolist(),
-            groups=batch.group[:count].tolist(),
-            temperature_groups=[0] * count,
-            sides=[0] * count,
-            choices=[b""] * count,
-            choice_targets=[np.zeros(0, np.float32)] * count,
+class Cases:
+    """The cases of one compute type."""
+
+    def __init__(self, batch: PackedBatch, dtype: torch.dtype) -> None:
+        self.batch, self.bf16 = batch, dtype is torch.bfloat16
+        self.layout = BatchLayout.from_batch(batch, CPU)
+        base = TrainerConfig(
+            depth=DEPTH, hidden=HIDDEN, batch=batch.shape, schedule=SCHEDULE, device="cpu", precision="bf16" if self.bf16 else "fp32"
         )
-    )
-    return packer.take()
+        self.config = replace(base, objective=Objective.CONTRASTIVE)
+        self.joint = replace(base, objective=Objective.JOINT)
+        self.network = Network(self.config)
+        self.padded = Padded(self.layout)
 
-
-def step(batch: PackedBatch, network: Network, objectives: Objectives, dtype: torch.dtype) -> Callable[[], float]:
-    """Forward, loss and backward over `batch`; answers nothing of interest."""
-    layout = BatchLayout.from_batch(batch, torch.device("cpu"))
-    world = World()
-
-    def run() -> float:
-        for parameter in network.parameters():
+    def _timed(self, run: Callable[[], Tensor]) -> float:
+        for parameter in self.network.parameters():
             parameter.grad = None
-        micro_batch = objectives.prepare(0, layout, 1, world, [layout.num_segments])
-        counts = objectives.counts(micro_batch)
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype is torch.bfloat16):
-            loss = objectives.sums(network, micro_batch, world).loss(1 / counts.clamp(min=1))
-        assert loss is not None
-        loss.backward()
-        return 0.0
+        start = time.perf_counter()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.bf16):
+            loss = run()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return time.perf_counter() - start
 
-    return run
+    def packed_s(self) -> float:
+        objectives = Objectives(self.config)
+
+        def run() -> Tensor:
+            prepared = objectives.prepare(0, self.layout, 1, World(), [self.layout.num_segments])
+            counts = objectives.counts(prepared)
+            loss = objectives.sums(self.network, prepared, World()).loss(1 / counts.clamp(min=1))
+            assert loss is not None
+            return loss
+
+        return self._timed(run)
+
+    def padded_s(self) -> float:
+        config = self.config.contrastive.resolved(HIDDEN)
+        candidates = Candidates(count=self.layout.num_segments, first=0, group_N=self.layout.group_S)
+
+        def run() -> Tensor:
+            pooled_SD = self.padded.pooled(self.network).float()
+            assert self.network.temperatures is not None
+            value = contrastive_sum(pooled_SD, pooled_SD, self.layout, candidates, self.network.temperatures, config)
+            return value / contrastive_count(self.layout, candidates, config)
+
+        return self._timed(run)
+
+    def tower_s(self) -> float:
+        corruption = corrupt(self.layout, self.joint.masking.resolved(), 0, 1)
+        gradient_PD = torch.randn(self.layout.num_positions, HIDDEN)
+
+        def run() -> Tensor:
+            return (self.network.tower(self.layout, corruption) * gradient_PD).sum()
+
+        return self._timed(run)
 
 
 def operations(batch: PackedBatch) -> float:
@@ -129,7 +200,7 @@ def operations(batch: PackedBatch) -> float:
     return float(3 * (products + attention))
 
 
-def matmul_rate(positions: int, dtype: torch.dtype, seconds: float = 2.0) -> float:
+def matmul_rate(positions: int, dtype: torch.dtype, seconds: float = 1.0) -> float:
     """Floating-point operations a second of the tower's own products, forward and both gradients, back to back."""
     inner = inner_width(HIDDEN)
     sizes = ((HIDDEN, 3 * HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, 2 * inner), (inner, HIDDEN))
@@ -146,61 +217,60 @@ def matmul_rate(positions: int, dtype: torch.dtype, seconds: float = 2.0) -> flo
     return done / (time.perf_counter() - start)
 
 
+def step_s(trainer: Trainer, batch: PackedBatch) -> float:
+    """Seconds of a whole step, its statistics read."""
+    start = time.perf_counter()
+    _ = trainer.step(batch).stats
+    return time.perf_counter() - start
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shards", type=Path, default=Path("shards"), help="folder that examples/stamps/build.py wrote [shards]")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1, help="threads of every case; more than one wants a quiet machine [1]")
+    parser.add_argument("--dtypes", nargs="*", default=["float32", "bfloat16"])
+    parser.add_argument("--full", action="store_true", help="28 rows instead of 14")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    keep_freed_memory()
     shards = [str(path) for path in sorted(arguments.shards.glob("train-*.tar"))]
     if not shards:
         parser.error(f"no train-*.tar in {arguments.shards}: build them with examples/stamps/build.py")
-    packed = packed_batch(shards)
-    padded = padded_batch(packed)
-    config = TrainerConfig(depth=DEPTH, hidden=HIDDEN, batch=SHAPE, schedule=Schedule(steps=1), objective=Objective.CONTRASTIVE)
-    network = Network(config)
-    objectives = Objectives(config)
-    positions = int(packed.length[: packed.segments].sum())
-    shape = {
-        "threads": arguments.threads,
-        "hidden": HIDDEN,
-        "depth": DEPTH,
-        "segments": packed.segments,
-        "positions": positions,
-        "padded": int(padded.length[: padded.segments].sum()),
-    }
-    for dtype in (torch.float32, torch.bfloat16):
-        name = str(dtype).removeprefix("torch.")
-        cases = {"packed": step(packed, network, objectives, dtype), "padded": step(padded, network, objectives, dtype)}
-        for run in cases.values():
-            run()
-        rates: dict[str, list[float]] = {"packed": [], "padded": [], "useful": []}
-        for _ in range(arguments.repetitions):
-            for case, run in cases.items():
-                start = time.perf_counter()
-                run()
-                rates[case].append(packed.tokens / (time.perf_counter() - start))
-            achieved = operations(packed) * rates["packed"][-1] / packed.tokens
-            rates["useful"].append(achieved / matmul_rate(positions, dtype))
-        for case in cases:
-            record.append(record.Row(op="step", impl=case, shape=shape, dtype=name, metric="tokens", unit="1/s", values=rates[case]))
-        values = record.ratios(rates["packed"], rates["padded"])
-        record.append(
-            record.Row(op="step", impl="packed", baseline="padded", shape=shape, dtype=name, metric="rate ratio", unit="x", values=values)
-        )
-        record.append(
-            record.Row(
-                op="step",
-                impl="packed",
-                baseline="bare matrix products",
-                shape=shape,
-                dtype=name,
-                metric="useful rate",
-                unit="x",
-                values=rates["useful"],
+    batch = packed_batch(shards, replace(SHAPE, max_rows_per_device=28) if arguments.full else SHAPE)
+    positions = int(batch.length[: batch.segments].sum())
+    for name in arguments.dtypes:
+        dtype = getattr(torch, name)
+        cases = Cases(batch, dtype)
+        late = replace(cases.joint, late_interaction=LateInteraction(weight=0.3))
+        shape = {
+            "threads": arguments.threads, "hidden": HIDDEN, "depth": DEPTH, "segments": batch.segments, "positions": positions,
+            "padded": cases.padded.positions,
+        }  # fmt: skip
+        rates: dict[str, list[float]] = {k: [] for k in ("packed", "padded", "useful", "joint", "late")}
+        with Trainer(cases.config) as contrastive, Trainer(cases.joint) as joint, Trainer(late) as joint_late:
+            cases.packed_s()
+            for _ in range(arguments.repetitions):
+                rates["packed"].append(batch.tokens / cases.packed_s())
+                rates["padded"].append(batch.tokens / cases.padded_s())
+                rates["useful"].append(operations(batch) / step_s(contrastive, batch) / matmul_rate(positions, dtype))
+                tower = cases.tower_s()
+                rates["joint"].append(1 - tower / step_s(joint, batch))
+                rates["late"].append(1 - tower / step_s(joint_late, batch))
+
+        def row(
+            impl: str, baseline: str, metric: str, unit: str, values: list[float], shape: dict[str, int] = shape, name: str = name
+        ) -> None:
+            record.append(
+                record.Row(op="step", impl=impl, baseline=baseline, shape=shape, dtype=name, metric=metric, unit=unit, values=values)
             )
-        )
+
+        for case in ("packed", "padded"):
+            row(case, "", "tokens", "1/s", rates[case])
+        row("packed", "padded", "rate ratio", "x", record.ratios(rates["packed"], rates["padded"]))
+        row("Trainer.step", "bare matrix products", "useful rate", "x", rates["useful"])
+        row("Trainer.step, joint", "tower", "overhead", "share", rates["joint"])
+        row("Trainer.step, joint and late interaction", "tower", "overhead", "share", rates["late"])
 
 
 if __name__ == "__main__":
