@@ -17,11 +17,16 @@ export PYTHONSAFEPATH := 1
 # Idle OpenMP threads sleep: on a busy machine, spinning ones take the cores from everyone else.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: help install demo test lint types tests bench clean
+.PHONY: help install demo test lint types tests kernels gpu soak fuzz bench learning clean
 
 help:
 	@echo "make demo    set up, write a small four-modality dataset, train on it, evaluate (about 5 minutes)"
 	echo "make test    set up, lint, type checks, all tests"
+	echo "make kernels thorough kernel tests in Triton's interpreter and the full compile report, without a GPU (about 10 minutes)"
+	echo "make gpu     on a machine with a GPU: kernels, graph and step checked on it, then measured, into gpu_report/ (8 minutes)"
+	echo "make soak    a minute of eight threads decoding whole and damaged files of every kind, here and in worker processes; 50 kills of a stream"
+	echo "make fuzz    the tar reader against FUZZ_CASES mutated archives; the decoders, guided by coverage, for FUZZ_S seconds (corpus in FUZZ_DIR)"
+	echo "make learning  what each objective learns on the stamps in STAMPS: an hour of one core; rewrites benchmarks/learning.md"
 	echo "make bench   the benchmarks behind the README's claims; appends to benchmarks/results.csv"
 	echo "make clean   remove the virtual environment, caches and the demo's output"
 
@@ -74,6 +79,46 @@ test: install
 	$(MAKE) --no-print-directory lint types
 	$(MAKE) --no-print-directory tests
 	echo "== all checks passed in $$((SECONDS - start)) s"
+
+# Everything about kernels that needs no GPU: thorough cases in Triton's interpreter, and every kernel built for three architectures.
+kernels: install
+	@start=$$SECONDS
+	echo "== kernels: Triton's interpreter against the references"
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/kernels/triton
+	echo "== kernels: compile report"
+	$(BIN)/python -m treadle.kernels --check
+	echo "== kernels done in $$((SECONDS - start)) s"
+
+# Everything that needs a GPU, in eight minutes on one H200; without one it says so and exits 2.
+gpu: install
+	@PYTHONPATH=benchmarks $(BIN)/python benchmarks/gpu.py --out gpu_report
+
+# Two machines that are network namespaces; needs root.
+netns: install
+	@TREADLE_NETNS=1 $(BIN)/python -m pytest -q tests/end_to_end/test_network.py
+
+soak: install
+	@TREADLE_SOAK_S=60 $(BIN)/python -m pytest -q tests/decoders/test_threads.py
+	TREADLE_KILLS=50 $(BIN)/python -m pytest -q tests/pipeline/test_kill.py
+	TREADLE_KILLS=20 $(BIN)/python -m pytest -q tests/end_to_end/test_kills.py
+
+# FUZZ_CASES mutated tars, some 20 ms each; then FUZZ_S seconds of decoders. Inputs that reach new code stay in FUZZ_DIR, outside the repository.
+FUZZ_CASES ?= 20000
+FUZZ_S ?= 600
+FUZZ_DIR ?= $(HOME)/.cache/treadle-fuzz
+fuzz: install
+	@start=$$SECONDS
+	TREADLE_FUZZ_CASES=$(FUZZ_CASES) $(BIN)/python -m pytest -q tests/pipeline/test_tar_fuzz.py
+	$(BIN)/python -c 'import atheris' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check 'atheris>=3'
+	$(BIN)/python tests/decoders/fuzz_decoders.py "$(FUZZ_DIR)/corpus" --seconds $(FUZZ_S)
+	echo "== fuzz done in $$((SECONDS - start)) s"
+
+# Where examples/stamps/build.py wrote the stamps.
+STAMPS ?= shards
+learning: install
+	@start=$$SECONDS
+	PYTHONPATH=benchmarks nice $(BIN)/python benchmarks/learning.py --shards "$(STAMPS)"
+	echo "== learning done in $$((SECONDS - start)) s"
 
 bench: install
 	@for script in benchmarks/bench_*.py; do
