@@ -414,15 +414,16 @@ def _bootstrap_by_environment(options: MeshOptions, device: str | torch.device |
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             if not os.environ.get(name):
                 raise ValueError(f"environment variable {name} is not set: start the process with torchrun, or set it to rank 0's")
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # re-exported without saying so
         from torch.distributed.rendezvous import rendezvous
 
-        # The agent of torchrun gives every restart its own part of the store; others start a store with rank 0.
         wait = timedelta(seconds=options.timeout_s)
         store, _, _ = next(iter(rendezvous("env://", numbers["RANK"], numbers["WORLD_SIZE"], timeout=wait)))
-        arrive(store, numbers["RANK"], numbers["WORLD_SIZE"], options.timeout_s)
+        meeting = arrive(store, numbers["RANK"], numbers["WORLD_SIZE"], options.timeout_s)
         dist.init_process_group(
             _backend_for(picked),
-            store=store,
+            # The store outlives a restart of the ranks: gloo would connect to addresses of the dead, and wait.
+            store=PrefixStore(f"treadle/{meeting}", store),
             rank=numbers["RANK"],
             world_size=numbers["WORLD_SIZE"],
             timeout=timedelta(seconds=options.collective_timeout_s + WATCH_GRACE_S),

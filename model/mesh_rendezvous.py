@@ -54,11 +54,14 @@ class Store(Protocol):
     def check(self, keys: list[str], /) -> bool: ...
 
 
-def arrive(store: Store, rank: int, size: int, timeout_s: float) -> None:
+def arrive(store: Store, rank: int, size: int, timeout_s: float) -> str:
     """Meets the other ranks in the world's store, before any of them waits in a backend that names nobody.
 
     The store may hold what an earlier start of the same ranks left there, so the protocol is that of folders: rank 0 calls with a nonce, the
     others answer with theirs, and each accepts only an agreement or a refusal that lists its own.
+
+    Returns:
+        The nonce of this meeting, the same on all ranks and never used before: what the ranks keep in the store from here on goes under it.
 
     Raises:
         RendezvousError: a rank came twice, or with another world size; raised by all that wait.
@@ -81,7 +84,7 @@ def arrive(store: Store, rank: int, size: int, timeout_s: float) -> None:
                 listed = [name for names in members.values() for name in names]
                 store.set(f"treadle/{call}/answer", json.dumps({"members": listed, "reason": reason, "missing": missing}))
                 _end(reason, missing)
-                return
+                return call
             if store.get("treadle/call").decode() != call:
                 raise RendezvousError(f"two processes came as rank 0, one of them on {socket.gethostname()}: start each rank once")
             time.sleep(wait_s)
@@ -97,7 +100,7 @@ def arrive(store: Store, rank: int, size: int, timeout_s: float) -> None:
                 note = json.loads(store.get(f"treadle/{call}/answer"))
                 if mine in note["members"]:
                     _end(note["reason"], note["missing"])
-                    return
+                    return call
         time.sleep(wait_s)
         wait_s = min(MAX_POLL_S, wait_s * 1.2)
     raise PeersMissingError(_ranks_missing([0], size, timeout_s))
