@@ -97,6 +97,20 @@ def _shared(command: "Callable[..., None]") -> "Callable[..., None]":
     return command
 
 
+def _in_a_shell(command: "Callable[..., None]") -> "Callable[..., None]":
+    """The options of a script that a shell runs: where, and after what."""
+    command = click.option(
+        "--setup",
+        metavar="LINE",
+        multiple=True,
+        callback=_one_line,
+        help="A shell line to run first, such as `source .venv/bin/activate`; may be given more than once.",
+    )(command)
+    return click.option(
+        "--directory", callback=_one_line, default=None, help="Folder to run in, as the machines see it; the current one by default."
+    )(command)
+
+
 def _answer(text: str, out: Path | None, next_step: str) -> None:
     from treadle.launch.files import write_text
 
@@ -145,14 +159,7 @@ def launch_command() -> None:
     help="Seconds before the time limit at which the ranks are told to save.",
 )
 @click.option("--log", callback=_one_line, default="%x-%j.log", show_default=True, help="Where the output goes.")
-@click.option("--directory", callback=_one_line, default=None, help="Folder to run in, as the machines see it; the current one by default.")
-@click.option(
-    "--setup",
-    metavar="LINE",
-    multiple=True,
-    callback=_one_line,
-    help="A shell line to run first, such as `source .venv/bin/activate`; may be given more than once.",
-)
+@_in_a_shell
 @click.option(
     "--option",
     "extra",
@@ -294,14 +301,7 @@ def kubernetes_command(
     show_default=True,
     help="The run's name: two at once need two.",
 )
-@click.option("--directory", callback=_one_line, default=None, help="Folder to run in, as the machines see it; the current one by default.")
-@click.option(
-    "--setup",
-    metavar="LINE",
-    multiple=True,
-    callback=_one_line,
-    help="A shell line to run first on each machine; may be given more than once.",
-)
+@_in_a_shell
 def ssh_command(
     config: Path,
     gpus: int,
@@ -330,7 +330,7 @@ def ssh_command(
         "setup": "\n".join(setup),
         "config": shlex.quote(str(config)),
         "rendezvous": f"{listed[0].rpartition('@')[2]}:{port}",
-        "pid_file": f"/tmp/treadle-{name}-{port}",
+        "pid_file": f".treadle-{name}-{port}",  # in the user's own folder, where nobody else can put a file of that name first
     }
     # Quoted twice: once for the shell of the machine, once for the script that is read here.
     values["node_script"] = shlex.quote(shlex.quote(render("ssh_node.sh", values)))

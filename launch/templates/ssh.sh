@@ -9,7 +9,7 @@ node=@node_script@
 stop() {
   local rank
   for rank in "${!hosts[@]}"; do
-    ssh "${options[@]}" "${hosts[$rank]}" "kill -TERM \"\$(cat @pid_file@.$rank)\"" < /dev/null 2> /dev/null &
+    ssh "${options[@]}" "${hosts[$rank]}" "kill -TERM \"\$(cat \"\$HOME/@pid_file@.$rank\")\"" < /dev/null 2> /dev/null &
   done
 }
 

@@ -66,7 +66,7 @@ def tools(tmp_path: Path) -> Path:
 def start(text: str, tools: Path, **environment: str) -> "subprocess.Popen[str]":
     path = tools / "script"
     path.write_text(text)
-    variables = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}", "SLURM_JOB_ID": "42"} | environment
+    variables = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}", "HOME": str(tools), "SLURM_JOB_ID": "42"} | environment
     return subprocess.Popen(["bash", str(path)], env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -335,3 +335,9 @@ def test_a_script_is_written_to_a_file(config: Path, tmp_path: Path) -> None:
     assert out.read_text() == script("slurm", config)
     assert not re.search(r"@[a-z_]+@", out.read_text())
     assert json.dumps(RUN)  # the configuration is text that JSON, and so YAML, can hold
+
+
+def test_no_file_of_a_run_lies_where_others_may_write(config: Path) -> None:
+    text = script("ssh", config, "--hosts", "a,b", "--directory", "/data/run")
+    assert text.count("$HOME/.treadle-treadle-29400.") == 3
+    assert "/tmp" not in text.replace(str(config), "")
