@@ -90,11 +90,19 @@ def append(row: Row) -> None:
     print(f"{row.op}: {row.impl}{against}: {row.metric} {p50:.4g} {row.unit} (p20 {p20:.4g}, p80 {p80:.4g}, n {len(ordered)})", flush=True)
 
 
-def in_turns(cases: Mapping[str, Callable[[], float]], repetitions: int) -> dict[str, list[float]]:
-    """Every case's rate, `repetitions` times, the cases taking turns so that the machine's mood hits all alike."""
+def in_turns(
+    cases: Mapping[str, Callable[[], float]], repetitions: int, *, before: Callable[[], object] | None = None
+) -> dict[str, list[float]]:
+    """Every case's rate, `repetitions` times, the cases taking turns so that the machine's mood hits all alike.
+
+    Args:
+        before: called before each case, untimed: it settles what the case before left undone.
+    """
     rates: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(repetitions):
         for name, run in cases.items():
+            if before is not None:
+                before()
             start = time.perf_counter()
             count = run()
             rates[name].append(count / (time.perf_counter() - start))

@@ -33,13 +33,15 @@ from treadle.model.storage_errors import (
 )
 from treadle.model.storage_header import DTYPES, checksummed, make_header, place_tensors, read_header, take_checksums
 from treadle.pipeline.tensor_header import Entry
-from treadle.pipeline.whole_file import whole_file
+from treadle.pipeline.whole_file import start_write_back, whole_file
 
 BEST_NAME = "best.safetensors"
 MAX_LISTED = 8
 """Names that a message lists."""
 MAX_THREADS = 4
 THREADED_BYTES = 2**23
+WRITE_BACK_BYTES = 2**24
+"""Written bytes that are sent on to the disk together, beside the writing of more."""
 
 OnTensor = Callable[[int, int], None]
 """`on_tensor(done, total)` follows the tensors; what it raises ends the call, and a write leaves the old file."""
@@ -171,6 +173,7 @@ def _write_body(
     file.write(len(header).to_bytes(8, "little"))
     file.write(header)
     checksums: list[int] = []
+    sent, keeps = 0, not isinstance(file, io.BytesIO)
     with _Threads(entries[-1].end if entries else 0) as threads:
         for done, entry in enumerate(entries, 1):
             buffer = _bytes_of(tensors[entry.name])
@@ -178,6 +181,8 @@ def _write_body(
             crc = threads.start(zlib.crc32, buffer)
             file.write(buffer)
             checksums.append(crc())
+            if keeps and file.tell() - sent >= WRITE_BACK_BYTES:
+                sent = start_write_back(file, sent)
             if on_tensor is not None:
                 on_tensor(done, len(entries))
     file.seek(8)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from treadle.pipeline.whole_file import link_or_copy, whole_file
+from treadle.pipeline.whole_file import link_or_copy, start_write_back, whole_file
 
 
 def test_it_takes_its_name_at_the_end(tmp_path: Path) -> None:
@@ -19,6 +19,20 @@ def test_it_takes_its_name_at_the_end(tmp_path: Path) -> None:
         assert target.read_bytes() == b"old"
     assert target.read_bytes() == b"new"
     assert [path.name for path in tmp_path.iterdir()] == [target.name]
+
+
+def test_parts_sent_ahead_to_the_disk_are_the_file_that_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = [bytes([value]) * 9_999 for value in range(5)]
+    for hints in (True, False):
+        if not hints:
+            monkeypatch.delattr(os, "posix_fadvise", raising=False)
+        ends = [0]
+        with whole_file(tmp_path / "a") as file:
+            for part in parts:
+                file.write(part)
+                ends.append(start_write_back(file, ends[-1]))
+        assert ends == [9_999 * count for count in range(6)]
+        assert (tmp_path / "a").read_bytes() == b"".join(parts)
 
 
 def test_its_mode_is_that_of_any_new_file(tmp_path: Path) -> None:
