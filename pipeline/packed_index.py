@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from treadle.pipeline.state import StreamState
 
 FORMAT_NAME = "treadle.packed_shards"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 INDEX_NAME = "index.json"
 
 MAX_INDEX_BYTES = 1 << 28
@@ -114,7 +114,7 @@ class PackedIndex:
             "made_of": self.made_of,
             "shards": [asdict(shard) for shard in self.shards],
         }
-        return json.dumps(table, indent=1).encode()
+        return json.dumps({**table, "crc32": _checksum(table)}, indent=1).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "PackedIndex":
@@ -133,6 +133,8 @@ class PackedIndex:
             raise PackedError("corrupt", f"this is no index of {FORMAT_NAME}")
         if table.get("version") != FORMAT_VERSION:
             raise PackedError("version", f"index version {table.get('version')!r}: this reads version {FORMAT_VERSION}")
+        if table.pop("crc32", None) != _checksum(table):
+            raise PackedError("corrupt", "the index does not match its checksum: use it as it was written")
         shape, capacities = parsed_shape(table)
         parts, complete, listed = table.get("parts"), table.get("complete"), table.get("shards")
         if type(parts) is not int or not 0 < parts <= MAX_PARTS or type(complete) is not bool:
@@ -165,6 +167,11 @@ def joined(parts: Sequence[PackedIndex]) -> PackedIndex:
     return PackedIndex(
         shape=first.shape, capacities=first.capacities, parts=first.parts, complete=True, made_of=first.made_of, shards=shards
     )
+
+
+def _checksum(table: Mapping[str, Any]) -> int:
+    """Of everything else in an index: a changed digit of a count or a shape would read as well as the right one."""
+    return crc32(json.dumps(table, separators=(",", ":")).encode())
 
 
 def _shard(entry: Any, parts: int) -> PackedShard:

@@ -9,6 +9,7 @@ import sys
 import tarfile
 from pathlib import Path
 from typing import IO, Any
+from zlib import crc32
 
 import pytest
 
@@ -52,7 +53,7 @@ def test_shards_are_plain_tars_and_the_index_says_what_they_hold(tmp_path: Path)
     with tarfile.open(tmp_path / "a" / "batches-000000.tar") as tar:
         assert tar.getnames() == ["00000000.safetensors", "00000001.safetensors", "00000002.safetensors"]
     index = json.loads((tmp_path / "a" / "index.json").read_text())
-    assert index["version"] == 2 and index["shape"]["max_columns_per_row"] == 32 and index["capacities"]["edges"] == 64
+    assert index["version"] == 3 and index["shape"]["max_columns_per_row"] == 32 and index["capacities"]["edges"] == 64
     first = index["shards"][0]
     assert first["batches"] == 3 and first["segments"] == sum(batch.segments for batch in batches[:3]) and first["states"] == [None] * 3
     assert index["parts"] == 1 and index["complete"] is True and first["part"] == 0
@@ -245,10 +246,28 @@ SHARD: dict[str, Any] = {
 }  # fmt: skip
 
 
+def with_checksum(table: dict[str, Any]) -> bytes:
+    """An index file whose checksum is right, whatever else is wrong."""
+    rest = {name: value for name, value in table.items() if name != "crc32"}
+    return json.dumps({**rest, "crc32": crc32(json.dumps(rest, separators=(",", ":")).encode())}).encode()
+
+
+def test_an_index_with_a_changed_digit_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a", batches_of(3))
+    data = (tmp_path / "a" / "index.json").read_bytes()
+    assert with_checksum(json.loads(data)) == json.dumps(json.loads(data)).encode()
+    digits = [at for at, byte in enumerate(data) if chr(byte).isdigit()]
+    for at in digits[:: max(1, len(digits) // 200)]:
+        changed = bytearray(data)
+        changed[at] = ord("1") if changed[at] != ord("1") else ord("2")
+        with pytest.raises(PackedError):
+            PackedIndex.from_bytes(bytes(changed))
+
+
 @pytest.mark.parametrize(
     ("change", "kind", "message"),
     [
-        ({"version": 1}, "version", "index version 1: this reads version 2"),
+        ({"version": 1}, "version", "index version 1: this reads version 3"),
         ({"format": "x"}, "corrupt", "this is no index of treadle.packed_shards"),
         ({"shards": 3}, "corrupt", "the index lists no shards"),
         ({"shards": [{"name": "../a.tar"}]}, "corrupt", "a shard's name is '../a.tar': it must be a file beside the index"),
@@ -268,7 +287,7 @@ def test_a_malformed_index_is_refused(change: dict[str, Any], kind: str, message
     write(tmp_path / "a", batches_of(1))
     table = json.loads((tmp_path / "a" / "index.json").read_text())
     with pytest.raises(PackedError, match=message) as caught:
-        PackedIndex.from_bytes(json.dumps({**table, **change}).encode())
+        PackedIndex.from_bytes(with_checksum({**table, **change}))
     assert caught.value.kind == kind
     with pytest.raises(PackedError, match="the index is no JSON"):
         PackedIndex.from_bytes(b"{")
