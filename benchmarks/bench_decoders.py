@@ -5,16 +5,24 @@
     video            at least 0.9 of the rate of a bare PyAV loop that converts the same frames
     audio            at most 1.3 times the fastest decoder found plus the resampler alone
     workers          wall time of an item in a worker process against the same item here
+    memory           peak of a decode beyond its payload: at most one decoded frame and a constant
+    damage           VP8 clips of which one byte is wrong: how many are refused, here and by FFmpeg's decoders
 
 Inputs are made on the spot: a scene of several octaves of noise, a pan over it, ten seconds of stereo notes.
 """
 
 import argparse
+import functools
 import io
+import json
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import av
@@ -25,10 +33,25 @@ import soxr
 from numpy.typing import NDArray
 from PIL import Image
 
-from treadle.decoders import DecodeOptions, decode
+from treadle.decoders import DecodeError, DecodeOptions, decode
 from treadle.shape import AudioShape, BatchShape, ImageShape, Modality, VideoShape
 
 HERE = DecodeOptions(isolate=False)
+PEAK = """
+import json, pathlib, sys
+from treadle.decoders import DecodeOptions, decode
+from treadle.shape import AudioShape, BatchShape, ImageShape, Modality, VideoShape
+def peak_kib():
+    return next(int(line.split()[1]) for line in pathlib.Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+modality, files = Modality[sys.argv[1]], [pathlib.Path(file).read_bytes() for file in sys.argv[2:4]]
+shape = BatchShape(max_rows_per_device=1, max_segments_per_device=1, max_columns_per_row=1_000_001, image=ImageShape(patch_side=16, channels=3),
+    video=VideoShape(patch_side=16), audio=AudioShape(chunk_samples=160))
+decode(modality, files[0], shape, DecodeOptions(isolate=False))
+before = peak_kib()
+payload = decode(modality, files[1], shape, DecodeOptions(isolate=False)).array.nbytes
+print(json.dumps([payload / 2**20, (peak_kib() - before) / 2**10]))
+"""
+"""Decodes a small file, then a large one: what the second adds to the process's peak. A process inherits getrusage's, not VmHWM."""
 Case = Callable[[], object]
 
 
@@ -80,20 +103,20 @@ def clip(codec: str, container: str, options: dict[str, str], count: int) -> byt
     return out.getvalue()
 
 
-def notes(rate: int) -> NDArray[np.float32]:
-    """Ten seconds of two channels, struck twice a second, over faint noise."""
+def notes(rate: int, times: int = 1) -> NDArray[np.float32]:
+    """Ten seconds of two channels, struck twice a second, over faint noise; again and again."""
     time_s = np.arange(10 * rate) / rate
     draw = np.random.default_rng(1)
     channels: list[NDArray[np.float64]] = []
     for pitches in ((220, 277, 330, 440, 880, 1760), (110, 311, 415, 622, 1244, 2489)):
         tones = sum((0.08 * np.sin(2 * np.pi * hz * time_s) for hz in pitches), np.zeros_like(time_s))
         channels.append(tones * np.exp(-2 * (2 * time_s % 1)) + 0.005 * draw.normal(size=len(time_s)))
-    return np.stack(channels).astype(np.float32)
+    return np.tile(np.stack(channels).astype(np.float32), times)
 
 
-def recording(codec: str, container: str, rate: int, bit_rate: int = 0) -> bytes:
+def recording(codec: str, container: str, rate: int, bit_rate: int = 0, times: int = 1) -> bytes:
     """`notes` as a file."""
-    samples, out = notes(rate), io.BytesIO()
+    samples, out = notes(rate, times), io.BytesIO()
     with av.open(out, "w", format=container) as file:
         stream: Any = file.add_stream(codec, rate=rate, layout="stereo")
         if bit_rate:
@@ -147,17 +170,18 @@ def pictures(repetitions: int) -> None:
         report("quarter size", seconds["ours"], seconds["theirs"], "full decode + Lanczos", {"file": "JPEG", "side_px": side}, rate=True)
 
 
-def bare_video(data: bytes, most: int, size: tuple[int, int] | None = None) -> list[NDArray[Any]]:
-    """The loop that everybody writes."""
+def bare_video(data: bytes, most: int, size: tuple[int, int] | None = None, codec: str = "") -> list[NDArray[Any]]:
+    """The loop that everybody writes, with FFmpeg's usual decoder or another one."""
     frames: list[NDArray[Any]] = []
-    with av.open(io.BytesIO(data)) as container:
-        stream = container.streams.video[0]
-        stream.codec_context.thread_count = 1
-        for frame in container.decode(stream):
-            if len(frames) == most:
-                break
-            height, width = size or (frame.height, frame.width)
-            frames.append(frame.to_ndarray(format="rgb24", width=width, height=height))
+    with av.open(io.BytesIO(data), metadata_errors="ignore") as container:
+        context: Any = av.CodecContext.create(codec, "r") if codec else container.streams.video[0].codec_context
+        context.thread_count = 1
+        for packet in container.demux(video=0):
+            for frame in context.decode(packet):
+                if len(frames) == most:
+                    return frames
+                height, width = size or (frame.height, frame.width)
+                frames.append(frame.to_ndarray(format="rgb24", width=width, height=height))
     return frames
 
 
@@ -165,6 +189,7 @@ def videos(repetitions: int, count: int) -> dict[str, bytes]:
     """720p clips whole, and scaled down to what a row of 4,096 tokens holds."""
     clips = {
         "MP4 H.264": clip("libx264", "mp4", {"preset": "veryfast", "crf": "23"}, count),
+        "WebM VP8": clip("libvpx", "webm", {"crf": "10", "b": "2M", "cpu-used": "8", "deadline": "realtime"}, count),
         "WebM VP9": clip("libvpx-vp9", "webm", {"crf": "33", "b": "0", "cpu-used": "8", "deadline": "realtime"}, count),
     }
     for name, data in clips.items():
@@ -172,15 +197,20 @@ def videos(repetitions: int, count: int) -> dict[str, bytes]:
             row = shape(tokens, video=VideoShape(patch_side=16))
             frames, height, width = decode(Modality.VIDEO, data, row, HERE).extent
             size = None if (height, width) == (720, 1280) else (height, width)
-            seconds = in_turns(
-                {
-                    "ours": lambda data=data, row=row: decode(Modality.VIDEO, data, row, HERE),
-                    "theirs": lambda data=data, frames=frames, size=size: bare_video(data, frames, size),
-                },
-                repetitions,
-            )
+            loops = {"bare PyAV loop": ""}
+            if name == "WebM VP8":
+                # FFmpeg's own VP8, its default, shows damaged frames without a word; ours is libvpx's, which tells.
+                loops["bare PyAV loop, libvpx"] = "libvpx"
+
+            def bare(codec: str, data: bytes = data, frames: int = frames, size: tuple[int, int] | None = size) -> object:
+                return bare_video(data, frames, size, codec)
+
+            cases: dict[str, Case] = {"ours": lambda data=data, row=row: decode(Modality.VIDEO, data, row, HERE)}
+            cases |= {loop: functools.partial(bare, codec) for loop, codec in loops.items()}
+            seconds = in_turns(cases, repetitions)
             case: dict[str, object] = {"file": name, "frames": frames, "height_px": height, "width_px": width, "stored_px": "1280x720"}
-            report("decode", seconds["ours"], seconds["theirs"], "bare PyAV loop", case, rate=True)
+            for loop in loops:
+                report("decode", seconds["ours"], seconds[loop], loop, case, rate=True)
     return clips
 
 
@@ -249,6 +279,77 @@ def workers(clips: Mapping[str, bytes], files: Mapping[str, bytes], repetitions:
         )
 
 
+def memory() -> None:
+    """What a decode takes beyond its payload, of files whose payload is large."""
+    codecs = {"WAV": ("pcm_s16le", "wav", 0), "FLAC": ("flac", "flac", 0), "MP3": ("libmp3lame", "mp3", 64_000)}
+    cases: list[tuple[Modality, str, bytes, bytes, float]] = []
+    for name, (codec, container, bit_rate) in codecs.items():
+        small, large = (recording(codec, container, 16_000, bit_rate, times) for times in (1, 60))
+        cases.append((Modality.AUDIO, name, small, large, 0.0))
+    for name, codec, container in (("MP4 H.264", "libx264", "mp4"), ("WebM VP8", "libvpx", "webm")):
+        options = {"preset": "ultrafast"} if codec == "libx264" else {"cpu-used": "8", "deadline": "realtime"}
+        small, large = (clip(codec, container, options, count) for count in (2, 96))
+        cases.append((Modality.VIDEO, name, small, large, 1280 * 720 * 1.5 / 2**20))
+    for kind in ("JPEG", "PNG", "WEBP"):
+        small, large = (saved(scene(side, side), kind) for side in (64, 2048))
+        # Pillow holds RGB in four bytes; a JPEG is decoded into its payload.
+        cases.append((Modality.IMAGE, kind, small, large, 0.0 if kind == "JPEG" else 2048 * 2048 * 4 / 2**20))
+    with tempfile.TemporaryDirectory() as folder:
+        for modality, name, small, large, frame_mib in cases:
+            files = [Path(folder, "small"), Path(folder, "large")]
+            for file, data in zip(files, (small, large), strict=True):
+                file.write_bytes(data)
+            command = [sys.executable, "-P", "-c", PEAK, modality.name, *map(str, files)]
+            answers = [json.loads(subprocess.run(command, capture_output=True, check=True).stdout) for _ in range(2)]
+            case: dict[str, object] = {"file": name, "payload_mib": round(answers[0][0], 1), "file_mib": round(len(large) / 2**20, 1)}
+            beyond = [grown - payload - frame_mib for payload, grown in answers]
+            record.append(
+                record.Row(op="decode", impl="decode", shape=case, metric="peak beyond payload and a frame", unit="MiB", values=beyond)
+            )
+
+
+def damage(count: int = 600) -> None:
+    """Clips of 12 frames with one byte replaced behind the header."""
+    codec_name, out = "libvpx", io.BytesIO()
+    with av.open(out, "w", format="webm") as file:
+        stream: Any = file.add_stream(codec_name, rate=10, options={"b": "200k"})
+        stream.width, stream.height, stream.pix_fmt = 176, 144, "yuv420p"
+        large = scene(144 + 24, 176 + 24)
+        for number in range(12):
+            view = np.ascontiguousarray(large[2 * number : 2 * number + 144, 2 * number : 2 * number + 176])
+            file.mux(stream.encode(av.VideoFrame.from_ndarray(view, format="rgb24")))
+        file.mux(stream.encode(None))
+    whole, draw, row = out.getvalue(), np.random.default_rng(8), shape(100_000, video=VideoShape(patch_side=16))
+
+    def bare(data: bytes, codec: str) -> list[NDArray[Any]] | None:
+        try:
+            return bare_video(data, 12, None, codec)
+        except (av.error.FFmpegError, IndexError):
+            return None
+
+    refused = dict.fromkeys(("decode", "FFmpeg vp8", "FFmpeg libvpx", "both of FFmpeg's, where they differ"), 0)
+    for _ in range(count):
+        data = bytearray(whole)
+        data[int(draw.integers(len(whole) // 8, len(whole) - 60))] ^= int(draw.integers(1, 256))
+        own, reference = bare(bytes(data), "vp8"), bare(bytes(data), codec_name)
+        alike = own is not None and reference is not None and len(own) == len(reference) and all(map(np.array_equal, own, reference))
+        try:
+            ours = decode(Modality.VIDEO, bytes(data), row, HERE).array
+        except DecodeError:
+            refused["decode"] += 1
+        else:
+            # What is shown is the reference decoder's.
+            assert reference is not None and np.array_equal(ours, np.stack(reference))
+        refused["FFmpeg vp8"] += own is None
+        refused["FFmpeg libvpx"] += reference is None
+        refused["both of FFmpeg's, where they differ"] += not alike
+    for impl, number in refused.items():
+        case: dict[str, object] = {"file": "WebM VP8", "clips": count, "frames": 12, "bytes": len(whole)}
+        record.append(
+            record.Row(op="decode", impl=impl, shape=case, metric="damaged clips refused", unit="%", values=[100 * number / count])
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="five times the turns, and clips of twice the length")
@@ -258,6 +359,8 @@ def main() -> None:
     clips = videos(repetitions, count)
     files = recordings(repetitions)
     workers(clips, files, repetitions)
+    memory()
+    damage()
 
 
 if __name__ == "__main__":

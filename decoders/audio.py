@@ -5,7 +5,7 @@ from collections.abc import Generator, Iterator
 from contextlib import closing
 from fractions import Fraction
 
-from treadle.decoders.coded import coded_blocks
+from treadle.decoders.coded import coded_blocks, without_padding
 from treadle.decoders.errors import DecodeError
 from treadle.decoders.limits import Deadline, DecodeOptions
 from treadle.decoders.media import find_stream, opened
@@ -13,12 +13,11 @@ from treadle.decoders.mpeg import read_adts, read_mpeg
 from treadle.decoders.ogg import read_ogg
 from treadle.decoders.payload import Payload, Probe
 from treadle.decoders.resample import Block, gather, resampled_count
-from treadle.decoders.sniff import AUDIO_FORMATS, VIDEO_FORMATS, Format, skip_id3, sniff
+from treadle.decoders.sniff import AUDIO_FORMATS, VIDEO_FORMATS, Format, describe, searchable, skip_id3, sniff
 from treadle.decoders.structure import check_whole
 from treadle.decoders.wav import read_wav, wav_blocks
 from treadle.shape import AudioShape
 
-_MAX_PADDING = 8192
 _FLAC_HEAD = re.compile(rb"fLaC[\x00\x80]\x00\x00\x22")
 _FLAC_HEAD_BYTES = 42
 
@@ -66,7 +65,7 @@ def _kind(data: memoryview) -> Format:
     if kind is None or kind not in AUDIO_FORMATS:
         if kind in VIDEO_FORMATS:
             raise DecodeError("no_stream", f"a file of format {kind} is read for its video only")
-        raise DecodeError("unsupported", f"not a recording that is read: {kind or f'begins {bytes(data[:16])!r}'}")
+        raise DecodeError("unsupported", f"not a recording that is read: {describe(data)}")
     return kind
 
 
@@ -87,7 +86,7 @@ def _blocks(kind: Format, data: memoryview, options: DecodeOptions, deadline: De
                 yield from ((form.fmt.rate_hz, block) for block in wav_blocks(form, deadline))
             else:
                 part = data[form.start : form.end]
-                yield from _without_padding(coded_blocks("wav", part, options, deadline, whole=True), form.stated_frames)
+                yield from without_padding(coded_blocks("wav", part, options, deadline, whole=True), form.stated_frames)
     elif kind == "flac":
         yield from _flac_blocks(data, options, deadline)
     elif kind == "ogg":
@@ -100,7 +99,7 @@ def _blocks(kind: Format, data: memoryview, options: DecodeOptions, deadline: De
         runs, whole = read_mpeg(data, options, deadline)
         for run in runs:
             # The library drops the encoder's padding from the last frame alone, and there may be more of it.
-            yield from _without_padding(coded_blocks("mp3", data[run.start : run.end], options, deadline, whole=whole), run.stated_samples)
+            yield from without_padding(coded_blocks("mp3", data[run.start : run.end], options, deadline, whole=whole), run.stated_samples)
     elif kind == "aac":
         first, last = read_adts(data, options, deadline)
         yield from coded_blocks("aac", data[first:last], options, deadline, whole=True)
@@ -108,18 +107,9 @@ def _blocks(kind: Format, data: memoryview, options: DecodeOptions, deadline: De
         yield from coded_blocks(kind, data, options, deadline, whole=check_whole(kind, data, options, deadline))
 
 
-def _without_padding(blocks: Iterator[Block], stated: int) -> Iterator[Block]:
-    """Drops what a last compressed block holds beyond the stated count; a count far off is no count."""
-    count = 0
-    for rate_hz, block in blocks:
-        count += len(block)
-        excess = count - stated
-        yield rate_hz, block[:-excess] if stated and 0 < excess < min(_MAX_PADDING, len(block)) else block
-
-
 def _flac_blocks(data: memoryview, options: DecodeOptions, deadline: Deadline) -> Iterator[Block]:
     """Each joined file apart; one that states its samples must give them all."""
-    raw, starts = bytes(data), [skip_id3(data, 0)]
+    raw, starts = searchable(data), [skip_id3(data, 0)]
     place = raw.find(b"fLaC", starts[0] + _FLAC_HEAD_BYTES)
     while place >= 0:
         if _FLAC_HEAD.match(raw, place):

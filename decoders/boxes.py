@@ -3,10 +3,22 @@
 import struct
 from collections.abc import Iterator
 
+import numpy as np
+
 from treadle.decoders.errors import DecodeError
 from treadle.decoders.limits import Deadline, DecodeOptions
+from treadle.decoders.sniff import searchable
 
 _PARENTS = {b"moov", b"trak", b"mdia", b"minf", b"stbl", b"edts", b"mvex", b"moof", b"traf"}
+_FREE = {b"free", b"skip", b"uuid", b"wide"}
+_SAMPLE_TABLES = set(b"stsd stts ctts cslg stsc stsz stz2 stco co64 stss stps stsh padb stdp sdtp sbgp sgpd subs saiz saio senc".split())
+_INSIDE = {
+    b"stbl": _FREE | _SAMPLE_TABLES,
+    b"moof": _FREE | {b"mfhd", b"meta", b"traf", b"pssh"},
+    b"traf": _FREE | {b"tfhd", b"tfdt", b"trun", b"meta", b"udta"} | _SAMPLE_TABLES,
+}
+"""What ISO/IEC 14496-12 and its neighbours let stand there: demuxers pass over others, and so over a damaged table."""
+_NEEDED = {b"moof": {b"mfhd", b"traf"}, b"traf": {b"tfhd"}, b"stbl": {b"stsd", b"stts", b"stsc"}}
 _ENTRY_BYTES = {b"stts": 8, b"ctts": 8, b"stsc": 12, b"stco": 4, b"co64": 8, b"stss": 4, b"stps": 4}
 _TRUN_OFFSET, _TRUN_FIRST_FLAGS, _TRUN_PER_SAMPLE = 0x1, 0x4, 0xF00
 _MAX_DEPTH = 10
@@ -37,14 +49,14 @@ def mp4_lack(data: memoryview, options: DecodeOptions, deadline: Deadline) -> st
         DecodeError: the index is missing, or a box contradicts its own size.
     """
     at, size = 0, len(data)
-    index = media = False
+    index = media = fragments = indexed = False
     budget = _Budget(options, deadline)
     lack = ""
     while at + 8 <= size:
         budget.spend()
         length, header, kind = _box(data, at)
         if length < header or not all(32 <= byte < 127 for byte in kind):
-            if index and media:
+            if index and media and not any(searchable(data).find(more, at) >= 0 for more in (b"moof", b"mdat")):
                 break
             raise DecodeError("corrupt", f"box {kind!r} of {length} bytes at byte {at}")
         if at + length > size:
@@ -52,7 +64,12 @@ def mp4_lack(data: memoryview, options: DecodeOptions, deadline: Deadline) -> st
                 lack = f"box {kind!r} at byte {at} needs {at + length - size} bytes more than the file has"
             break
         if kind in (b"moov", b"moof"):
-            _check_tables(data[at + header : at + length], size, budget, 0)
+            _check_tables(kind, data[at + header : at + length], size, budget, 0)
+        if kind == b"mdat" and fragments and media and not indexed:
+            raise DecodeError("corrupt", f"the media at byte {at} are of no fragment")
+        # Whatever they are in, media of a file in fragments stand behind their own index.
+        indexed = kind == b"moof" or (indexed and kind != b"mdat")
+        fragments = fragments or kind == b"moof"
         index = index or kind == b"moov"
         media = media or kind == b"mdat"
         at += length
@@ -74,28 +91,44 @@ def _box(data: memoryview, at: int) -> tuple[int, int, bytes]:
     return length, header, bytes(data[at + 4 : at + 8])
 
 
-def _children(body: memoryview, budget: _Budget) -> Iterator[tuple[bytes, memoryview]]:
+def _children(parent: bytes, body: memoryview, budget: _Budget) -> Iterator[tuple[bytes, memoryview]]:
     at = 0
     while at + 8 <= len(body):
         budget.spend()
         length, header, kind = _box(body, at)
-        # The rest of a box may be padding; a box that passes its parent's end is the demuxer's to refuse.
-        if length < header:
+        if length < header and not any(body[at:]):
             return
-        yield kind, body[at + header : min(at + length, len(body))]
+        if length < header or at + length > len(body):
+            raise DecodeError("corrupt", f"a {kind!r} box of {length} bytes does not fit the {parent!r} box that holds it")
+        if kind not in _INSIDE.get(parent, {kind}):
+            raise DecodeError("corrupt", f"a {kind!r} box inside of a {parent!r} box")
+        yield kind, body[at + header : at + length]
         at += length
 
 
-def _check_tables(body: memoryview, file_bytes: int, budget: _Budget, depth: int) -> None:
+def _check_tables(parent: bytes, body: memoryview, file_bytes: int, budget: _Budget, depth: int) -> None:
     if depth > _MAX_DEPTH:
         raise DecodeError("corrupt", "boxes are nested too deep")
-    for kind, inner in _children(body, budget):
+    seen: set[bytes] = set()
+    timed = sized = 0
+    for kind, inner in _children(parent, body, budget):
+        if kind in seen and kind in _ENTRY_BYTES:
+            raise DecodeError("corrupt", f"two {kind!r} boxes in one {parent!r} box")
+        seen.add(kind)
         if kind in _PARENTS:
-            _check_tables(inner, file_bytes, budget, depth + 1)
-        else:
-            count, most = _entries(kind, inner, file_bytes)
-            if count > most:
-                raise DecodeError("corrupt", f"a {kind!r} box of {count} entries where {most} may be")
+            _check_tables(kind, inner, file_bytes, budget, depth + 1)
+            continue
+        count, most = _entries(kind, inner, file_bytes)
+        if count > most:
+            raise DecodeError("corrupt", f"a {kind!r} box of {count} entries where {most} may be")
+        if kind == b"stts":
+            timed = int(np.frombuffer(inner, ">u4", 2 * count, 8)[::2].sum(dtype=np.uint64))
+        elif kind in (b"stsz", b"stz2") and len(inner) >= 12:
+            sized = int.from_bytes(inner[8:12], "big")
+    if missing := _NEEDED.get(parent, set()) - seen:
+        raise DecodeError("corrupt", f"a {parent!r} box without its {min(missing)!r} box")
+    if sized < timed:
+        raise DecodeError("corrupt", f"sizes of {sized} samples where there are times of {timed}")
 
 
 def _entries(kind: bytes, body: memoryview, file_bytes: int) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """Sound through the codec library: every frame of one stream, gathered so that Python takes few steps over them."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -8,7 +9,7 @@ import numpy as np
 
 from treadle.decoders.errors import DecodeError
 from treadle.decoders.limits import Deadline, DecodeOptions
-from treadle.decoders.media import codecs, find_stream, opened
+from treadle.decoders.media import check_packets, codecs, find_stream, opened
 from treadle.decoders.resample import Block, to_mono
 from treadle.decoders.sniff import Format
 
@@ -23,6 +24,9 @@ _MAX_CHANNELS = 255
 _MAX_PLANES = 8
 """Planes of which the library knows the number."""
 _SKIP_MANUAL = 1 << 29
+_MAX_PADDING = 8192
+_ITUNES_TAG = re.compile(r" ?[0-9A-Fa-f]{8} [0-9A-Fa-f]{8} ([0-9A-Fa-f]{8}) ([0-9A-Fa-f]{16})")
+"""Nothing, samples in front, samples behind, and samples of the sound."""
 
 
 def coded_blocks(
@@ -36,49 +40,80 @@ def coded_blocks(
     Raises:
         DecodeError: there is no such stream, or it is damaged.
     """
+    with opened(kind, data, options, deadline) as container:
+        blocks = _stream_blocks(container, kind, deadline, whole, lone_page_samples)
+        yield from without_padding(blocks, *_itunes_count(container.metadata)) if kind == "mp4" else blocks
+
+
+def without_padding(blocks: Iterator[Block], stated: int, most: int = _MAX_PADDING) -> Iterator[Block]:
+    """Drops what the last frames hold beyond the stated count; where there are more than `most` samples, it is no count."""
+    count = 0
+    beyond: list[Block] = []
+    for rate_hz, block in blocks:
+        room = min(max(0, stated - count), len(block)) if stated else len(block)
+        count += len(block)
+        if stated and count - stated > most:
+            yield from beyond
+            beyond, room = [], len(block)
+        if room:
+            yield rate_hz, block[:room]
+        if room < len(block):
+            beyond.append((rate_hz, block[room:]))
+
+
+def _itunes_count(metadata: Mapping[str, str]) -> tuple[int, int]:
+    """Samples of the sound, and those of padding behind it, by the tag that stands for an edit list in files from iTunes; 0 and 0
+    where there is none."""
+    match = _ITUNES_TAG.match(metadata.get("iTunSMPB", ""))
+    return (int(match[2], 16), int(match[1], 16)) if match else (0, 0)
+
+
+def _stream_blocks(container: Any, kind: Format, deadline: Deadline, whole: bool, lone_page_samples: int) -> Iterator[Block]:
     held = _Held()
     excess = taken = 0
     last_seen: tuple[Any, Any, Any] | None = None
-    with opened(kind, data, options, deadline) as container:
-        stream = find_stream(container, "audio")
-        context = stream.codec_context
-        context.options = {"err_detect": "crccheck+explode"}
-        # From one page the library takes the first Vorbis packet, which has no sound of its own, for sound, and cuts as
-        # much too much off the end; so it is told to leave both ends to us.
-        lone = lone_page_samples if context.name == "vorbis" else 0
-        if lone:
-            context.flags2 |= _SKIP_MANUAL
-        packets = container.demux(stream)
-        try:
-            for packet in packets:
-                # Of a WAV the header has told what is missing.
-                if packet.is_corrupt and kind != "wav":
-                    raise DecodeError("truncated", "the last packet is cut")
-                for frame in packet.decode():
-                    if lone and packet.pts == 0:
-                        continue
-                    if kind == "mp4":
-                        last_seen = packet, frame, frame.pts
-                    full = held.add(frame)
-                    if full is not None:
-                        deadline.check()
-                        taken += len(full[1])
-                        yield full
-        except (ValueError, DecodeError) as error:
-            refusal: Exception = error
-            if kind == "flac" and not isinstance(error, DecodeError) and not any(packet.size for packet in islice(packets, 2)):
-                refusal = DecodeError("truncated", "the last FLAC frame is cut")
-            fatal = isinstance(error, DecodeError) and error.kind in ("too_large", "timeout")
-            if whole or held.empty or fatal:
-                raise refusal from error
-            last_seen = None
-        if last_seen is not None:
-            excess = _padding(*last_seen, stream.time_base)
-        last = held.drain()
-        if last is not None:
-            rate_hz, block = last
-            excess = max(0, taken + len(block) - lone) if lone else excess
-            yield rate_hz, block[: len(block) - excess]
+    stream = find_stream(container, "audio")
+    context = stream.codec_context
+    context.options = {"err_detect": "crccheck+explode"}
+    # From one page the library takes the first Vorbis packet, which has no sound of its own, for sound, and cuts as
+    # much too much off the end; so it is told to leave both ends to us.
+    lone = lone_page_samples if context.name == "vorbis" else 0
+    if lone:
+        context.flags2 |= _SKIP_MANUAL
+    packets = container.demux(stream)
+    count = 0
+    try:
+        for packet in packets:
+            count += packet.size > 0
+            # Of a WAV the header has told what is missing.
+            if packet.is_corrupt and kind != "wav":
+                raise DecodeError("truncated", "the last packet is cut")
+            for frame in packet.decode():
+                if lone and packet.pts == 0:
+                    continue
+                if kind == "mp4":
+                    last_seen = packet, frame, frame.pts
+                full = held.add(frame)
+                if full is not None:
+                    deadline.check()
+                    taken += len(full[1])
+                    yield full
+        check_packets(kind, stream, count)
+    except (ValueError, DecodeError) as error:
+        refusal: Exception = error
+        if kind == "flac" and not isinstance(error, DecodeError) and not any(packet.size for packet in islice(packets, 2)):
+            refusal = DecodeError("truncated", "the last FLAC frame is cut")
+        fatal = isinstance(error, DecodeError) and error.kind in ("too_large", "timeout")
+        if whole or held.empty or fatal:
+            raise refusal from error
+        last_seen = None
+    if last_seen is not None:
+        excess = _padding(*last_seen, stream.time_base)
+    last = held.drain()
+    if last is not None:
+        rate_hz, block = last
+        excess = max(0, taken + len(block) - lone) if lone else excess
+        yield rate_hz, block[: len(block) - excess]
 
 
 def _padding(packet: Any, frame: Any, frame_pts: int | None, time_base: Any) -> int:

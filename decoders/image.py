@@ -15,7 +15,7 @@ from treadle.decoders.limits import Deadline, DecodeOptions, check_pixels
 from treadle.decoders.payload import Payload, Probe
 from treadle.decoders.png import PngParts, decode_png, read_png
 from treadle.decoders.scale import fit_size, grid_side
-from treadle.decoders.sniff import IMAGE_FORMATS, Format, sniff
+from treadle.decoders.sniff import IMAGE_FORMATS, Format, describe, searchable, sniff
 from treadle.decoders.webp import WebpHeader, read_webp_header
 from treadle.shape import ImageShape
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _EXIF_ITEM = re.compile(rb"(infe[\x02\x03].{3}(?:..|.{4})\0\0)Exif", re.DOTALL)
 """The item of an AVIF that holds an Exif block, in the list of its items."""
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+_BAND_PIXELS = 1 << 18
 
 
 class Picture(NamedTuple):
@@ -93,12 +94,12 @@ def probe_image(data: memoryview, shape: ImageShape, capacity: int, options: Dec
 def _read_header(data: memoryview, options: DecodeOptions, *, header_only: bool) -> Picture:
     kind = sniff(data)
     if kind is None or kind not in IMAGE_FORMATS:
-        raise DecodeError("unsupported", f"not a picture that is read: begins {bytes(data[:16])!r}")
+        raise DecodeError("unsupported", f"not a picture that is read: {describe(data)}")
     if kind == "jpeg":
         jpeg = read_jpeg_header(data, options)
         stored = Picture(jpeg.height, jpeg.width, jpeg.orientation, jpeg)
     elif kind == "png":
-        if len(data) >= 33:
+        if len(data) >= 33 and bytes(data[12:16]) == b"IHDR":
             # Before any checksum is computed over what a bomb's header goes on to claim.
             check_pixels(int.from_bytes(data[20:24], "big"), int.from_bytes(data[16:20], "big"), options)
         png = read_png(data, options, header_only=header_only)
@@ -131,7 +132,8 @@ def _open(data: memoryview, kind: Format) -> "Image.Image":
     """Opens by the format's own reader: the library's guess would consult every plugin and warn about sizes."""
     from PIL import BmpImagePlugin, GifImagePlugin, Image, WebPImagePlugin
 
-    source = io.BytesIO(data)
+    # Of bytes this makes no copy.
+    source = io.BytesIO(searchable(data))
     try:
         if kind == "gif":
             return GifImagePlugin.GifImageFile(source)
@@ -139,7 +141,7 @@ def _open(data: memoryview, kind: Format) -> "Image.Image":
             return BmpImagePlugin.BmpImageFile(source)
         if kind == "avif":
             # Turns are properties of the file; an Exif block only repeats them, and the library warns of a damaged one.
-            return _open_avif(io.BytesIO(_EXIF_ITEM.sub(rb"\1skip", bytes(data))))
+            return _open_avif(io.BytesIO(_EXIF_ITEM.sub(rb"\1skip", source.getvalue())))
         return WebPImagePlugin.WebPImageFile(source)
     except Image.DecompressionBombError as error:
         raise DecodeError("too_large", f"{kind} header: {error}") from error
@@ -173,7 +175,7 @@ def _load(data: memoryview, stored: Picture) -> "Image.Image":
     try:
         picture.load()
     except (OSError, SyntaxError, ValueError, EOFError, IndexError, RuntimeError) as error:
-        raise DecodeError("truncated" if "truncated" in str(error) else "corrupt", f"pixels: {error}") from error
+        raise DecodeError("truncated" if "truncated" in str(error).lower() else "corrupt", f"pixels: {error}") from error
     return picture
 
 
@@ -183,25 +185,37 @@ def _from_picture(picture: "Image.Image", channels: int, size: tuple[int, int]) 
 
     if picture.mode in ("I", "F") or picture.mode.startswith("I;16"):
         raise DecodeError("unsupported", f"pixels of mode {picture.mode}")
-    if picture.mode == "P" or "transparency" in picture.info:
-        picture = picture.convert("RGBA")
-    transparent = picture.mode in ("LA", "PA", "RGBA", "La", "RGBa")
-    if transparent and picture.mode != "RGBA":
-        picture = picture.convert("RGBA")
-    if transparent and channels != 4:
-        paper = Image.new("RGB", picture.size, (255, 255, 255))
-        paper.paste(picture, mask=picture.getchannel("A"))
-        picture = paper
-    if picture.mode == "1":
-        picture = picture.convert("L")
-    if picture.size != (size[1], size[0]):
+    height, width = size
+    if picture.size != (width, height):
+        picture = _plain(picture, channels)
         if picture.mode not in ("L", "RGB", "RGBA"):
             picture = picture.convert("RGB")
         # Mode RGBA is resampled with its colours multiplied by alpha.
-        picture = picture.resize((size[1], size[0]), Image.Resampling.LANCZOS, reducing_gap=3.0)
-    if picture.mode != _MODES[channels]:
-        picture = picture.convert(_MODES[channels])
-    return np.asarray(picture).reshape(size[0], size[1], channels)
+        picture = picture.resize((width, height), Image.Resampling.LANCZOS, reducing_gap=3.0)
+    out: NDArray[np.uint8] = np.empty((height, width, channels), np.uint8)
+    # Band by band, so that what the library makes on the way to an array never stands beside the whole picture.
+    rows = max(1, _BAND_PIXELS // width)
+    for top in range(0, height, rows):
+        bottom = min(top + rows, height)
+        band = picture if (top, bottom) == (0, height) else picture.crop((0, top, width, bottom))
+        band = _plain(band, channels)
+        if band.mode != _MODES[channels]:
+            band = band.convert(_MODES[channels])
+        out[top:bottom] = np.asarray(band).reshape(bottom - top, width, channels)
+    return out
+
+
+def _plain(picture: "Image.Image", channels: int) -> "Image.Image":
+    """The picture without palette, and without alpha where there is no channel for it."""
+    from PIL import Image
+
+    if picture.mode in ("P", "LA", "PA", "La", "RGBa") or "transparency" in picture.info:
+        picture = picture.convert("RGBA")
+    if picture.mode == "RGBA" and channels != 4:
+        paper = Image.new("RGB", picture.size, (255, 255, 255))
+        paper.paste(picture, mask=picture.getchannel("A"))
+        picture = paper
+    return picture.convert("L") if picture.mode == "1" else picture
 
 
 def _resize_array(pixels: NDArray[np.uint8], size: tuple[int, int], kernel: "Image.Resampling") -> NDArray[np.uint8]:

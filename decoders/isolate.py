@@ -217,7 +217,8 @@ def probe_isolated(modality: Modality, data: memoryview, shape: BatchShape, opti
     return Probe(_extent(head["grid"]), _extent(head["extent"]), bool(head["exact"]))
 
 
-def _crash(status: int | None) -> DecodeError:
+def crash_error(status: int | None) -> DecodeError:
+    """What a process that ended in the middle of an item says of the item: `status` as `Popen.returncode` has it."""
     if status == -signal.SIGKILL:
         return DecodeError("too_large", "the decoding process was killed, most likely for the memory that this item took")
     how = "" if status is None else f", signal {-status}" if status < 0 else f", exit status {status}"
@@ -251,7 +252,7 @@ def _ask(
         POOL.drop(worker)
         raise NoWorker(str(error)) from error
     except (EOFError, OSError) as error:
-        raise _crash(POOL.drop(worker, _PATIENCE_S)) from error
+        raise crash_error(POOL.drop(worker, _PATIENCE_S)) from error
     except BaseException:
         # The answer that is still to come must not reach the next item.
         POOL.drop(worker)

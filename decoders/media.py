@@ -149,3 +149,14 @@ def find_stream(container: Any, kind: str) -> Any:
         raise DecodeError("unsupported", f"{kind} codec {name}")
     context.thread_count = 1
     return stream
+
+
+def check_packets(kind: Format, stream: Any, count: int) -> None:
+    """Checks that a demuxer which came to its end has given all of the `count` packets that its index names: of an MP4 it passes over what
+    it cannot read, and says nothing.
+
+    Raises:
+        DecodeError: some are missing.
+    """
+    if kind == "mp4" and count < len(stream.index_entries):
+        raise DecodeError("corrupt", f"{count} of the {len(stream.index_entries)} packets that the index names can be read")

@@ -2,10 +2,11 @@
 
 import functools
 from dataclasses import dataclass
+from mmap import mmap
 
 from treadle.decoders.errors import DecodeError
 from treadle.decoders.limits import Deadline, DecodeOptions
-from treadle.decoders.sniff import skip_id3
+from treadle.decoders.sniff import searchable, skip_id3
 
 _CHECK_EVERY = 4096
 _KBITS = {
@@ -48,7 +49,7 @@ def read_mpeg(data: memoryview, options: DecodeOptions, deadline: Deadline) -> t
     Raises:
         DecodeError: the bytes between frames are damage, or the format is not read; in strict mode also a missing end.
     """
-    raw, forms = bytes(data), _frame_forms()
+    raw, forms = searchable(data), _frame_forms()
     tags = _tag_suspects(raw)
     at, size = skip_id3(data, 0), len(data)
     runs: list[MpegRun] = []
@@ -149,7 +150,7 @@ def _frame_forms() -> dict[bytes, tuple[int, int]]:
     }
 
 
-def _tag_suspects(raw: bytes) -> set[int]:
+def _tag_suspects(raw: bytes | mmap) -> set[int]:
     """Where frames would begin that hold what looks like an encoder's tag."""
     starts: set[int] = set()
     for name in (b"Xing", b"Info"):
@@ -160,7 +161,7 @@ def _tag_suspects(raw: bytes) -> set[int]:
     return starts
 
 
-def _tag_at(raw: bytes, at: int) -> int:
+def _tag_at(raw: bytes | mmap, at: int) -> int:
     """Where the encoder's tag stands in the frame at `at`; 0 where it has none."""
     if raw[at + 1] & 6 != 2:
         return 0
@@ -170,7 +171,7 @@ def _tag_at(raw: bytes, at: int) -> int:
     return place if raw[place : place + 4] in (b"Xing", b"Info") else 0
 
 
-def _read_tag(raw: bytes, tag: int) -> tuple[int, int]:
+def _read_tag(raw: bytes | mmap, tag: int) -> tuple[int, int]:
     """Frames that the encoder's tag at `tag` counts, and the samples it says are none of the sound; 0 and -1 where it does not say."""
     flags = int.from_bytes(raw[tag + 4 : tag + 8], "big")
     frames = int.from_bytes(raw[tag + 8 : tag + 12], "big") if flags & 1 else 0
@@ -181,20 +182,20 @@ def _read_tag(raw: bytes, tag: int) -> tuple[int, int]:
     return frames, (both >> 12) + (both & 0xFFF)
 
 
-def _skip_tags(data: memoryview, raw: bytes, at: int) -> int:
+def _skip_tags(data: memoryview, raw: bytes | mmap, at: int) -> int:
     """Where the bytes after tags and zeros at `at` begin; `at` where there are none."""
-    if raw.startswith(b"TAG", at):
+    if raw[at : at + 3] == b"TAG":
         return min(at + 128, len(raw))
-    if raw.startswith(b"APETAGEX", at) and at + 32 <= len(raw):
+    if raw[at : at + 8] == b"APETAGEX" and at + 32 <= len(raw):
         size = int.from_bytes(raw[at + 12 : at + 16], "little")
         return min(at + 32 + size, len(raw))
-    if raw.startswith(b"LYRICSBEGIN", at):
+    if raw[at : at + 11] == b"LYRICSBEGIN":
         end = raw.find(b"LYRICS200", at)
         return at if end < 0 else end + 9
     return min(skip_id3(data, at), len(raw)) if at < len(raw) else at
 
 
-def _frames_follow(raw: bytes, at: int) -> bool:
+def _frames_follow(raw: bytes | mmap, at: int) -> bool:
     """Whether three frames in a row stand somewhere after `at`."""
     forms = _frame_forms()
     while (at := raw.find(b"\xff", at + 1)) >= 0:

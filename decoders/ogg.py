@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from treadle.decoders.errors import DecodeError
 from treadle.decoders.limits import Deadline, DecodeOptions
 
-_CONTINUED, _FIRST, _LAST = 1, 2, 4
+_FIRST, _LAST = 2, 4
 _REVERSED = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
 _CHECK_EVERY = 1024
 

@@ -85,6 +85,8 @@ def read_png(data: memoryview, options: DecodeOptions, *, header_only: bool = Fa
             parts.packed.append(body)
             if header_only and parts.orientation != 1:
                 return parts
+        elif kind == b"IHDR" or (kind == b"PLTE" and (parts.packed or len(parts.palette))):
+            raise DecodeError("corrupt", f"the PNG's {kind!r} chunk at byte {at} is out of its place")
         elif kind == b"PLTE":
             if length % 3 or not 3 <= length <= 768:
                 raise DecodeError("corrupt", f"a PNG palette of {length} bytes")

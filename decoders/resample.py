@@ -15,6 +15,8 @@ LEAST_RATE_HZ, MOST_RATE_HZ = 1_000, 1_000_000
 
 _SCALES = {"u1": (1 / 128, 128.0), "i2": (1 / 2**15, 0.0), "i4": (1 / 2**31, 0.0), "i8": (1 / 2**63, 0.0)}
 """Factor, and the level that is silence, by numpy's name of an integer type."""
+_LEAST_GROWTH, _MOST_GROWTH = 1 << 18, 1 << 20
+"""Samples by which the answer's array grows beyond what it must hold."""
 _LOUDEST = 1e30
 """What float64 samples are clipped to, so that float32 holds them."""
 
@@ -63,27 +65,43 @@ def gather(blocks: Iterable[Block], target_hz: int, wanted: int) -> tuple[Mono, 
 
     A run of blocks of one rate is one signal; reading stops as soon as the answer is settled.
     """
-    parts: list[Mono] = []
-    have, rate_hz = 0, 0
+    out = _Samples()
+    rate_hz = 0
     resampler: Resampler | None = None
     for rate, block in blocks:
         if resampler is None or rate != rate_hz:
             if resampler is not None:
-                parts.append(resampler.flush())
-                have += len(parts[-1])
+                out.add(resampler.flush())
             resampler, rate_hz = Resampler(rate, target_hz), rate
-        parts.append(resampler.feed(block))
-        have += len(parts[-1])
-        if have > wanted:
+        out.add(resampler.feed(block))
+        if out.count > wanted:
             break
     else:
         if resampler is not None:
-            parts.append(resampler.flush())
-            have += len(parts[-1])
-    joined = parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.empty(0, np.float32)
-    joined = joined[:wanted]
-    # Samples that passed untouched are the caller's still.
-    return np.clip(joined, -1.0, 1.0, out=joined if len(parts) > 1 else None), have > wanted
+            out.add(resampler.flush())
+    array = out.first(wanted)
+    return np.clip(array, -1.0, 1.0, out=array), out.count > wanted
+
+
+class _Samples:
+    """Samples in one array that grows where it lies: memory from 32 MiB on is moved by the kernel, not copied."""
+
+    def __init__(self) -> None:
+        self._array: Mono = np.empty(_LEAST_GROWTH, np.float32)
+        self.count = 0
+
+    def add(self, block: Mono) -> None:
+        """Appends a copy of `block`."""
+        count = self.count + len(block)
+        if count > len(self._array):
+            self._array.resize(count + max(_LEAST_GROWTH, min(count // 4, _MOST_GROWTH)), refcheck=False)
+        self._array[self.count : count] = block
+        self.count = count
+
+    def first(self, wanted: int) -> Mono:
+        """The first `wanted` samples, the rest of their memory given back; nothing can be added after."""
+        self._array.resize(min(wanted, self.count), refcheck=False)
+        return self._array
 
 
 def to_mono(samples: NDArray[Any] | Sequence[NDArray[Any]], channels: int, *, planar: bool) -> Mono:

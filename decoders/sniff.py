@@ -1,6 +1,7 @@
 """Tells a format by an item's bytes. Nothing is ever handed to a library to guess: a guess could pick a playlist
 format that opens other files."""
 
+from mmap import mmap
 from typing import Literal
 
 Format = Literal[
@@ -14,6 +15,13 @@ VIDEO_FORMATS: frozenset[Format] = frozenset({"mp4", "matroska", "mpegts", "avi"
 AUDIO_FORMATS: frozenset[Format] = frozenset({"wav", "flac", "mp3", "ogg", "aac", "mp4", "matroska", "mpegts", "avi"})
 
 _MP4_FIRST_BOXES = {b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"styp", b"pnot"}
+_FOREIGN = {
+    b"II*\0": "TIFF", b"MM\0*": "TIFF", b"FORM": "AIFF", b"caff": "CAF", b"riff": "Wave64", b".snd": "AU", b"#!AM": "AMR",
+    b"FLV\x01": "FLV", b"0&\xb2u": "ASF, WMA or WMV", b"\0\0\1\xba": "an MPEG program stream", b"wvpk": "WavPack", b"MThd": "MIDI",
+    b"jP  ": "JPEG 2000", b"JXL ": "JPEG XL", b"\xff\x0a": "JPEG XL", b"8BPS": "Photoshop", b"qoif": "QOI", b"\0\0\1\0": "ICO",
+    b"%PDF": "PDF", b"<svg": "SVG", b"<!DO": "HTML", b"<htm": "HTML", b"<?xm": "XML", b"\x1f\x8b": "gzip", b"PK\3\4": "ZIP",
+}  # fmt: skip
+"""Formats that are told, in a refusal, by their first four bytes, or by the four behind a length."""
 _BMP_HEADER_BYTES = {12, 40, 52, 56, 64, 108, 124}
 _AVIF_BRANDS = {b"avif", b"avis"}
 
@@ -46,6 +54,22 @@ def sniff(data: memoryview) -> Format | None:
     if bytes(data[start : start + 4]) == b"fLaC":
         return "flac"
     return _mpeg_audio(data, start)
+
+
+def describe(data: memoryview) -> str:
+    """What `data` is, for a refusal: a format, read or not, by its name, or its first bytes."""
+    kind = sniff(data)
+    head = bytes(data[:16])
+    if kind == "mp4" and head[8:12] in (b"heic", b"heix", b"mif1", b"msf1"):
+        return "HEIC"
+    names = (_FOREIGN.get(start) for start in (head[:4], head[:2], head[4:8]))
+    return kind or next((name for name in names if name), None) or f"it begins {head!r}"
+
+
+def searchable(data: memoryview) -> bytes | mmap:
+    """The same bytes with `find`; those of a whole `bytes` or file mapping are not copied."""
+    whole = data.obj
+    return whole if isinstance(whole, bytes | mmap) and len(whole) == len(data) else bytes(data)
 
 
 def skip_id3(data: memoryview, start: int) -> int:

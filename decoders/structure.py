@@ -9,7 +9,14 @@ from treadle.decoders.sniff import Format
 
 _TS_PACKET_BYTES = 188
 _TS_NULL = 0x1FFF
-_SEGMENT, _CLUSTER = 0x18538067, 0x1F43B675
+_SEGMENT, _CLUSTER, _GROUP, _TRACKS, _TRACK, _TRACK_NUMBER = 0x18538067, 0x1F43B675, 0xA0, 0x1654AE6B, 0xAE, 0xD7
+_BLOCKS = (0xA3, 0xA1)
+_INSIDE = {
+    _SEGMENT: {0x114D9B74, 0x1549A966, _TRACKS, _CLUSTER, 0x1C53BB6B, 0x1941A469, 0x1043A770, 0x1254C367, 0xEC, 0xBF},
+    _CLUSTER: {0xE7, 0x5854, 0xA7, 0xAB, 0xA3, 0xA0, 0xAF, 0xEC, 0xBF},
+    _GROUP: {0xA1, 0xA2, 0x75A1, 0x9B, 0xFA, 0xFB, 0xFD, 0xA4, 0x75A2, 0x8E, 0xC8, 0xEC, 0xBF},
+}
+"""What RFC 9559 lets stand in a segment, a cluster and a group of blocks: readers pass over others, and so over a damaged block."""
 _CHECK_EVERY = 4096
 
 
@@ -34,11 +41,21 @@ def check_whole(kind: Format, data: memoryview, options: DecodeOptions, deadline
 
 
 def _matroska_lack(data: memoryview, options: DecodeOptions, deadline: Deadline) -> str:
-    """Walks the elements flatly: a segment is entered, and so is a cluster of unknown size, as live writers leave them."""
-    at, size, end = 0, len(data), len(data)
+    """Walks the elements; a segment, its tracks, clusters and groups of blocks are entered, whose parts must fill them.
+
+    Segments and clusters of unknown size, as live writers leave them, end where the next of their kind begins.
+    """
+    at, size = 0, len(data)
+    open_: list[tuple[int, int, bool]] = [(0, size, True)]
+    tracks: set[int] = set()
     for count in range(options.max_chunks):
         if count % _CHECK_EVERY == 0:
             deadline.check()
+        while at == open_[-1][1] and len(open_) > 1:
+            if open_.pop()[0] == _SEGMENT:
+                # What follows the segment is none of the clip's.
+                return ""
+        parent, end, endless = open_[-1]
         if at >= end:
             return ""
         identity, id_bytes = _vint(data, at, keep_marker=True)
@@ -49,21 +66,28 @@ def _matroska_lack(data: memoryview, options: DecodeOptions, deadline: Deadline)
             raise DecodeError("corrupt", f"no Matroska element at byte {at}")
         body = at + id_bytes + length_bytes
         unknown = length == (1 << 7 * length_bytes) - 1
-        if identity == _SEGMENT:
-            if not unknown:
-                if body + length > size:
-                    return f"the segment needs {body + length - size} bytes more than the file has"
-                # What follows the segment is none of the clip's.
-                end = body + length
+        after = end if unknown else body + length
+        if unknown and identity not in (_SEGMENT, _CLUSTER):
+            raise DecodeError("corrupt", f"a Matroska element of unknown size at byte {at}")
+        if parent == _CLUSTER and endless and identity not in _INSIDE[_CLUSTER]:
+            # A cluster of unknown size is over.
+            open_.pop()
+            continue
+        if after > size:
+            return f"the element at byte {at} needs {after - size} bytes more than the file has"
+        if after > end:
+            raise DecodeError("corrupt", f"the Matroska element at byte {at} passes the end of the one that holds it")
+        if identity not in _INSIDE.get(parent, {identity}):
+            raise DecodeError("corrupt", f"a Matroska element {identity:#x} at byte {at} inside one of {parent:#x}")
+        if identity in (_SEGMENT, _CLUSTER, _GROUP, _TRACKS) or (identity, parent) == (_TRACK, _TRACKS):
+            open_.append((identity, after, unknown))
             at = body
-        elif unknown:
-            if identity != _CLUSTER:
-                raise DecodeError("corrupt", f"a Matroska element of unknown size at byte {at}")
-            at = body
-        else:
-            at = body + length
-            if at > size:
-                return f"the element at byte {body - id_bytes - length_bytes} needs {at - size} bytes more than the file has"
+            continue
+        if (identity, parent) == (_TRACK_NUMBER, _TRACK):
+            tracks.add(int.from_bytes(data[body:after], "big"))
+        elif identity in _BLOCKS and parent in (_CLUSTER, _GROUP) and _vint(data, body, keep_marker=False)[0] not in tracks:
+            raise DecodeError("corrupt", f"the Matroska block at byte {at} is of no track")
+        at = after
     raise DecodeError("too_large", f"more than max_chunks {options.max_chunks} elements")
 
 

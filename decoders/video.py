@@ -2,7 +2,7 @@
 
 import math
 import struct
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from itertools import islice
 from typing import Any, NamedTuple
@@ -13,17 +13,19 @@ from numpy.typing import NDArray
 from treadle.decoders.colour import luma
 from treadle.decoders.errors import DecodeError
 from treadle.decoders.limits import Deadline, DecodeOptions, check_pixels
-from treadle.decoders.media import codecs, find_stream, media_errors, opened
+from treadle.decoders.media import check_packets, codecs, find_stream, media_errors, opened
 from treadle.decoders.payload import Payload, Probe
 from treadle.decoders.scale import fit_size, grid_side
-from treadle.decoders.sniff import AUDIO_FORMATS, VIDEO_FORMATS, Format, sniff
+from treadle.decoders.sniff import AUDIO_FORMATS, VIDEO_FORMATS, Format, describe, searchable, sniff
 from treadle.decoders.structure import check_whole
-from treadle.decoders.vp8 import SecondOpinion
+from treadle.decoders.vp8 import Vp8Decoder
 from treadle.shape import VideoShape
 
 _HELD_BYTES = 64 << 20
 """Decoded frames may wait up to this for the clip's scale to be known; larger ones are counted first and decoded again."""
 _LEAST_FRAMES = 16
+_POSE_ROLLS = (b"\x76\x75\x84", b"\x76\x75\x88")
+"""A Matroska track's ProjectionPoseRoll, of four or eight bytes."""
 _OGG_HEAD_BYTES = 4096
 """In these an Ogg file's streams begin: a page for the header of each."""
 _Frame = Any
@@ -39,12 +41,26 @@ class _Clip:
         if kind in AUDIO_FORMATS - VIDEO_FORMATS:
             raise DecodeError("no_stream", f"a {kind} file holds sound alone")
         if kind is None or kind not in VIDEO_FORMATS:
-            raise DecodeError("unsupported", f"not a clip that is read: {kind or f'begins {bytes(data[:16])!r}'}")
+            raise DecodeError("unsupported", f"not a clip that is read: {describe(data)}")
         self.kind: Format = kind
         self._data, self._stride, self._options, self._deadline = data, shape.frame_stride, options, deadline
         self.whole = check_whole(kind, data, options, deadline)
         self.stated_frames = 0
         """Source frames that the container counts; 0 where it does not. A hint: frames are counted by decoding."""
+        self._model: _Frame = None
+        self._turns: dict[int, _Turn] = {}
+
+    def turn(self, frame: _Frame) -> "_Turn":
+        """How the frame is turned, as the first one of the same angle is."""
+        told = self._model or frame
+        # A frame whose side data was looked at stays in memory until Python's next collection of cycles.
+        if told.rotation not in self._turns:
+            self._turns[told.rotation] = _turn(told)
+        return self._turns[told.rotation]
+
+    def _may_turn(self) -> bool:
+        """Whether the container has words for a turn; of a Matroska it is asked of the bytes, as decoding a frame to see takes longer."""
+        return self.kind != "matroska" or any(searchable(self._data).find(roll) >= 0 for roll in _POSE_ROLLS)
 
     def frames(self) -> Generator[_Frame]:
         """Every `frame_stride`-th frame."""
@@ -61,27 +77,29 @@ class _Clip:
                 check_pixels(context.height, context.width, options)
             # Strictly by the standard, H.264 that does not say how far it reorders frames is given room for all it may.
             context.options = {"max_pixels": str(options.max_pixels), **({"strict": "1"} if context.name == "h264" else {})}
-            second = SecondOpinion(options.max_pixels) if context.name == "vp8" else None
+            vp8 = Vp8Decoder(context, options, turned=self._may_turn()) if context.name == "vp8" else None
+            decoder, packets = vp8 or context, 0
             try:
                 for packet in container.demux(stream):
                     self._deadline.check()
+                    packets += packet.size > 0
                     cut = packet.is_corrupt
                     if cut and self.whole:
                         raise DecodeError("truncated", f"the packet after frame {count} is cut")
                     # Decoding nothing asks for the frames that wait for their turn.
-                    frames = context.decode(None) if cut else packet.decode()
-                    if second is not None and not cut:
-                        second.check(packet, frames, count)
-                    for frame in frames:
+                    for frame in decoder.decode(None if cut else packet):
                         if frame.is_corrupt:
                             raise DecodeError("corrupt", f"frame {count} is damaged")
                         count += 1
                         if count > options.max_frames:
                             raise DecodeError("too_large", f"more than max_frames {options.max_frames} frames")
                         check_pixels(frame.height, frame.width, options)
+                        self._model = vp8 and vp8.model
                         yield frame
                     if cut:
                         break
+                else:
+                    check_packets(self.kind, stream, packets)
             except codecs().error.ArgumentError as error:
                 # The codec's answer to a frame above `max_pixels`, whatever the container said.
                 raise DecodeError("too_large", f"a frame above max_pixels {options.max_pixels}: {error}") from error
@@ -102,7 +120,7 @@ def decode_video(data: memoryview, shape: VideoShape, capacity: int, options: De
     clip = _Clip(data, shape, options, deadline)
     with closing(clip.frames()) as frames:
         held, first = _hold(frames, shape, capacity, options)
-        stored = (first.width, first.height) if _turn(first).swap else (first.height, first.width)
+        stored = (first.width, first.height) if clip.turn(first).swap else (first.height, first.width)
         tubes = -(-max(len(held), 1) // shape.tube_frames)
         if not held:
             with closing(clip.frames()) as again:
@@ -169,7 +187,7 @@ def _clip_size(stored: tuple[int, int], shape: VideoShape, capacity: int, tubes:
 
 def _gather(clip: _Clip, held: list[_Frame], rest: Iterator[_Frame], shape: VideoShape, size: tuple[int, int], most: int) -> Payload:
     """Converts frame by frame into one array, so that at most one frame stands beside it."""
-    picture = _Converter(shape.channels, size)
+    picture = _Converter(shape.channels, size, clip.turn)
     stated = max(len(held), -(-clip.stated_frames // shape.frame_stride)) + shape.tube_frames - 1
     out: NDArray[np.uint8] = np.empty((min(most, stated), *size, shape.channels), np.uint8)
     count, truncated = 0, False
@@ -221,10 +239,10 @@ def _turn(frame: _Frame) -> _Turn:
 class _Converter:
     """Frames to upright pixels of one size."""
 
-    def __init__(self, channels: int, size: tuple[int, int]) -> None:
+    def __init__(self, channels: int, size: tuple[int, int], turn: "Callable[[_Frame], _Turn]") -> None:
         from av.video.reformatter import Interpolation, VideoReformatter
 
-        self._channels, self._size = channels, size
+        self._channels, self._size, self._turn = channels, size, turn
         self._reformatter = VideoReformatter()
         # Exact arithmetic costs ten times the fast path's on a frame that keeps its size, whose error stays below 5 of 255.
         self._exact = int(Interpolation.BILINEAR | Interpolation.ACCURATE_RND | Interpolation.FULL_CHR_H_INT)
@@ -232,7 +250,7 @@ class _Converter:
 
     def convert(self, frame: _Frame, out_HWC: NDArray[np.uint8]) -> None:
         """Writes the frame, converted by its own colour matrix and range, into `out_HWC`."""
-        turn = _turn(frame)
+        turn = self._turn(frame)
         height, width = self._size[::-1] if turn.swap else self._size
         same = (frame.height, frame.width) == (height, width)
         plain = same and all(component.bits <= 8 for component in frame.format.components)

@@ -68,12 +68,63 @@ def test_every_frame_once_and_in_order(make: Any, kind: str) -> None:
     assert np.abs(right - np.linspace(0, 255, 48))[2:-2].max() <= 12
 
 
-@pytest.mark.parametrize("kind, phrase", [("flv", "FLV"), ("vob", r"\\x01\\xba")])
+@pytest.mark.parametrize("kind, phrase", [("flv", "FLV"), ("vob", "an MPEG program stream")])
 def test_containers_that_are_not_read_say_so(make: Any, kind: str, phrase: str) -> None:
     codec, rate = ("libx264", 10) if kind == "flv" else ("mpeg2video", 25)
     with pytest.raises(DecodeError, match=phrase) as caught:
         make.video(make.clip(make.moving(3), codec, kind, rate=rate))
     assert caught.value.kind == "unsupported"
+
+
+X265 = {"x265-params": f"{QUIET}:pools=none:frame-threads=1:qp=2"}
+COLOURED = {
+    "H.264 Matroska": ("libx264", "matroska", 8, {"qp": "0"}),
+    "H.264 broadcast": ("libx264", "mpegts", 8, {"qp": "0"}),
+    "H.264 MOV": ("libx264", "mov", 8, {"qp": "0"}),
+    "VP8 WebM": ("libvpx", "webm", 8, {"crf": "4", "b": "5M"}),
+    "VP9 WebM": ("libvpx-vp9", "webm", 8, {"crf": "4", "b": "0"}),
+    "VP9 MP4": ("libvpx-vp9", "mp4", 8, {"crf": "4", "b": "0"}),
+    "HEVC Matroska": ("libx265", "matroska", 8, X265),
+    "HEVC MP4": ("libx265", "mp4", 8, X265),
+    "AV1 WebM": ("libsvtav1", "webm", 8, {"crf": "5", "svtav1-params": "lp=1"}),
+    "AV1 MP4, 10 bits": ("libsvtav1", "mp4", 10, {"crf": "5", "svtav1-params": "lp=1"}),
+    "FFV1 Matroska": ("ffv1", "matroska", 8, {}),
+    "FFV1 Matroska, 10 bits": ("ffv1", "matroska", 10, {}),
+}
+MATRICES = {"BT.709": (1, 1, 0.2126, 0.0722), "BT.601": (6, 6, 0.299, 0.114), "BT.2020": (9, 14, 0.2627, 0.0593)}
+"""H.273's number of the matrix (of the primaries, too) and of the transfer; weights of red and blue in luma."""
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("matrix", MATRICES)
+@pytest.mark.parametrize("kind", COLOURED)
+def test_the_matrix_and_range_that_container_or_codec_state(make: Any, kind: str, matrix: str, full: bool) -> None:
+    """The planes are made here from the definition; VP8 has no words for it but its container's."""
+    codec, container, bits, options = COLOURED[kind]
+    number, transfer, kr, kb = MATRICES[matrix]
+    colour = (200, 40, 20)
+    red, green, blue = (value / 255 for value in colour)
+    y = kr * red + (1 - kr - kb) * green + kb * blue
+    differences = (blue - y) / (2 * (1 - kb)), (red - y) / (2 * (1 - kr))
+    step, top = 1 << bits - 8, (1 << bits) - 1
+    luma_scale, chroma_scale, black = (top, top, 0) if full else (219 * step, 224 * step, 16 * step)
+    levels = [round(luma_scale * y + black), *(round(chroma_scale * value + 128 * step) for value in differences)]
+    planes = [np.full(48 * 64, levels[0]), np.full(24 * 32, levels[1]), np.full(24 * 32, levels[2])]
+    pixels = "yuv420p" if bits == 8 else "yuv420p10le"
+    array: NDArray[Any] = np.concatenate(planes).astype(np.uint8 if bits == 8 else np.uint16).reshape(72, 64)
+    out = io.BytesIO()
+    with av.open(out, "w", format=container) as file:
+        stream: Any = file.add_stream(codec, rate=10, options=options)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, pixels
+        context = stream.codec_context
+        context.colorspace, context.color_primaries, context.color_trc, context.color_range = number, number, transfer, 2 if full else 1
+        for time in range(2):
+            frame = av.VideoFrame.from_ndarray(array, format=pixels)
+            frame.pts, frame.time_base = time, Fraction(1, 10)
+            frame.colorspace, frame.color_range = number, 2 if full else 1
+            file.mux(stream.encode(frame))
+        file.mux(stream.encode(None))
+    assert np.abs(make.video(out.getvalue()).array.astype(int) - colour).max() <= 5
 
 
 class Bits:
