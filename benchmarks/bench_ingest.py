@@ -3,6 +3,8 @@
 Over the same shards (examples/stamps/build.py), in turns, samples/s, two workers each, start-up included:
   ShardStream   shards -> samples -> decoded items -> packed batches, in two processes or two threads (what is derived)
   bare          the same items, already in memory, decoded by the same decoders in two processes or two threads that do nothing else
+  ..., trusted  the same with `isolate=False`: FFmpeg works in the processes themselves, as it does for the webdataset loader, and not in
+                one of its own that it may take down
   webdataset    webdataset + Pillow + soundfile + torchaudio's default resampler in a DataLoader with two worker processes
 
     python benchmarks/bench_ingest.py --shards shards
@@ -21,7 +23,7 @@ import record
 import torch
 
 from treadle import AudioShape, BatchShape, ImageShape, Modality, ShardStream
-from treadle.decoders import decode
+from treadle.decoders import DecodeOptions, decode
 from treadle.pipeline.shards import Shard
 
 SHAPE = BatchShape(
@@ -31,13 +33,16 @@ SHAPE = BatchShape(
     image=ImageShape(patch_side=16, channels=4),
     audio=AudioShape(chunk_samples=320, sample_rate=16_000),
 )
+ISOLATED, TRUSTED = DecodeOptions(), DecodeOptions(isolate=False)
 WORKERS = 2
 EXTENSIONS = {"png": Modality.IMAGE, "txt": Modality.TEXT, "ogg": Modality.AUDIO}
 
 
-def stream_samples(shards: list[str], epochs: int, *, threads: int | None = None, processes: int | None = None) -> int:
+def stream_samples(
+    shards: list[str], epochs: int, *, threads: int | None = None, processes: int | None = None, options: DecodeOptions = ISOLATED
+) -> int:
     """Samples packed by ShardStream."""
-    with ShardStream(shards, SHAPE, epochs=epochs, window=1, threads=threads, processes=processes) as stream:
+    with ShardStream(shards, SHAPE, epochs=epochs, window=1, threads=threads, processes=processes, options=options) as stream:
         return sum(batch.bags for batch in stream)
 
 
@@ -50,11 +55,11 @@ def load_items(shards: list[str]) -> list[list[tuple[Modality, bytes]]]:
     ]
 
 
-def decode_all(samples: list[list[tuple[Modality, bytes]]]) -> int:
+def decode_all(samples: list[list[tuple[Modality, bytes]]], options: DecodeOptions = ISOLATED) -> int:
     """Decodes every item of `samples`."""
     for sample in samples:
         for modality, data in sample:
-            decode(modality, data, SHAPE)
+            decode(modality, data, SHAPE, options)
     return len(samples)
 
 
@@ -64,10 +69,10 @@ def bare_threads(samples: list[list[tuple[Modality, bytes]]], epochs: int) -> in
         return sum(pool.map(decode_all, ([sample] for _ in range(epochs) for sample in samples)))
 
 
-def bare_processes(samples: list[list[tuple[Modality, bytes]]], epochs: int) -> int:
+def bare_processes(samples: list[list[tuple[Modality, bytes]]], epochs: int, options: DecodeOptions = ISOLATED) -> int:
     """Samples decoded by processes that find their part in memory."""
     context = multiprocessing.get_context("fork")
-    workers = [context.Process(target=decode_all, args=(samples[number::WORKERS] * epochs,)) for number in range(WORKERS)]
+    workers = [context.Process(target=decode_all, args=(samples[number::WORKERS] * epochs, options)) for number in range(WORKERS)]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -127,6 +132,8 @@ def main() -> None:
             "bare, processes": lambda: bare_processes(samples, epochs),
             "ShardStream, threads": lambda: stream_samples(shards, epochs, threads=WORKERS),
             "bare, threads": lambda: bare_threads(samples, epochs),
+            "ShardStream, processes, trusted": lambda: stream_samples(shards, epochs, processes=WORKERS, options=TRUSTED),
+            "bare, processes, trusted": lambda: bare_processes(samples, epochs, TRUSTED),
             "webdataset": lambda: webdataset_samples(shards, epochs),
         },
         arguments.repetitions,
@@ -134,10 +141,11 @@ def main() -> None:
     shape = {"samples": len(samples), "epochs": epochs, "workers": WORKERS, "rows": 64, "columns": 1024}
     for name, values in rates.items():
         record.append(record.Row(op="ingest", impl=name, shape=shape, metric="samples", unit="1/s", values=values))
-    for kind, baseline in (("processes", "bare, processes"), ("threads", "bare, threads"), ("threads", "webdataset")):
+    for kind in ("processes", "threads", "processes, trusted"):
         name = f"ShardStream, {kind}"
-        values = record.ratios(rates[name], rates[baseline])
-        record.append(record.Row(op="ingest", impl=name, baseline=baseline, shape=shape, metric="rate ratio", unit="x", values=values))
+        for baseline in (f"bare, {kind}", "webdataset"):
+            values = record.ratios(rates[name], rates[baseline])
+            record.append(record.Row(op="ingest", impl=name, baseline=baseline, shape=shape, metric="rate ratio", unit="x", values=values))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ import io
 import random
 import tarfile
 import tempfile
-import time
 from pathlib import Path
 
 import record
@@ -59,23 +58,6 @@ def webdataset_samples(shards: list[str], samples: int) -> int:
     return found
 
 
-def state_share(shards: list[str], shuffle: int) -> list[float]:
-    """Per batch, what taking its state costs of the time that the batch took, in percent."""
-    shares: list[float] = []
-    with ShardStream(shards, SHAPE, shuffle=shuffle) as stream:
-        next(stream)
-        for _ in range(25):
-            begun = time.perf_counter()
-            next(stream)
-            whole_s = time.perf_counter() - begun
-            feed = stream._running()
-            begun = time.perf_counter()
-            for _ in range(10):
-                feed.state()
-            shares.append(100 * (time.perf_counter() - begun) / 10 / whole_s)
-    return shares
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=24_000)
@@ -83,7 +65,7 @@ def main() -> None:
     arguments = parser.parse_args()
     samples = arguments.samples - arguments.samples % 80
     with tempfile.TemporaryDirectory() as folder:
-        for name, count in (("few shards", 8), ("many shards", 80)):
+        for count in (8, 80):
             shards = write_shards(Path(folder) / str(count), count, samples)
             stream_samples(shards, samples)
             rates = record.in_turns(
@@ -102,14 +84,6 @@ def main() -> None:
                     op="text ingest", impl="ShardStream", baseline="webdataset", shape=shape, metric="rate ratio", unit="x", values=values
                 )
             )
-            if name == "many shards":
-                for shuffle in (1000, 10_000):
-                    record.append(
-                        record.Row(
-                            op="state", impl="attach to a batch", baseline="the batch's time", shape=shape | {"shuffle": shuffle, "lanes": 64},
-                            metric="share", unit="%", values=state_share(shards, shuffle),
-                        )
-                    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ class DataSettings:
     threads: int | None = None
     """Decoding threads; none derives one per CPU."""
     processes: int | None = None
-    """Decoding processes in place of threads; none derives one per CPU of the rank's share for audio or video not isolated, else 0."""
+    """Decoding processes in place of threads; none derives one per CPU of the rank's share for audio or video, else 0."""
     on_error: Literal["quarantine", "raise"] = "quarantine"
     """Whether an unreadable item is counted and skipped, or ends the run."""
     quarantine: Path | None = None

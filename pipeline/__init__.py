@@ -8,8 +8,8 @@ if TYPE_CHECKING:
     from treadle.pipeline.arrays import bag_of_arrays
     from treadle.pipeline.batch import PackedBatch
     from treadle.pipeline.cache import ShardCache
-    from treadle.pipeline.feed import NoSamplesError
     from treadle.pipeline.items import Edges, Relations, StepItems
+    from treadle.pipeline.losses import NoSamplesError
     from treadle.pipeline.packed import PackedWriter
     from treadle.pipeline.packed_reader import PackedReader
     from treadle.pipeline.packer import Packer
@@ -70,7 +70,7 @@ __getattr__, __dir__ = lazy_exports(
         "treadle.pipeline.arrays": ("bag_of_arrays",),
         "treadle.pipeline.batch": ("PackedBatch",),
         "treadle.pipeline.cache": ("ShardCache",),
-        "treadle.pipeline.feed": ("NoSamplesError",),
+        "treadle.pipeline.losses": ("NoSamplesError",),
         "treadle.pipeline.items": ("Edges", "Relations", "StepItems"),
         "treadle.pipeline.packed": ("PackedWriter",),
         "treadle.pipeline.packed_reader": ("PackedReader",),

@@ -2,6 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from operator import attrgetter, neg
 
 from treadle.pipeline.pending import Group, Limits, PendingBag, Placed
 from treadle.pipeline.rows import RowSet
@@ -57,6 +58,8 @@ class Arrangement:
         The bags must fit the capacities together.
         """
         count, columns = len(bags), self.rows.columns
+        if first is None and all([bag.longest == bag.positions for bag in bags]):
+            return self._add_singles(bags)
         # One integer per item: longest first, then in arrival order.
         keys = [(columns - length) * count + place for place, bag in enumerate(bags) for length in bag.lengths]
         keys.sort(key=None if first is None else lambda key: (bags[key % count].group is not first, key))
@@ -75,11 +78,32 @@ class Arrangement:
                 self.placed.append((bag, rows_of[place]))
         return [bags[place] for place in sorted(failed)]
 
+    def _add_singles(self, bags: Sequence[PendingBag]) -> list[PendingBag]:
+        """`add_decreasing` of bags of one item each."""
+        order = sorted(range(len(bags)), key=[-bag.longest for bag in bags].__getitem__)
+        lengths = [bags[place].longest for place in order]
+        row_of: list[int] = [-1] * len(bags)
+        at = 0
+        while at < len(order):
+            rows = self.rows.place_run(lengths[at:])
+            for place, row in zip(order[at:], rows, strict=False):
+                row_of[place] = row
+            at += len(rows)
+            if at < len(order):
+                # Others as long as the one that found no row find none either.
+                at = bisect_right(lengths, -lengths[at], at, key=neg)
+        placed = [(bag, [row]) for bag, row in zip(bags, row_of, strict=True) if row >= 0]
+        self._room -= sum([bag.demand for bag, _ in placed])
+        self.placed += placed
+        return [bag for bag, row in zip(bags, row_of, strict=True) if row < 0]
+
     def complete(self, waiting: Sequence[PendingBag], kept: Group | None) -> None:
         """Fills the holes with bags of `waiting`; where they stay large, exchanges bags for larger ones. Bags of group `kept` stay."""
         free, largest = self.free, self.rows.largest_free
-        fitting = [bag for bag in waiting if bag.longest <= largest and bag.positions <= free]
-        taken = self._fill_holes(fitting, free) if fitting else ()
+        taken: set[int] = set()
+        if min([bag.longest for bag in waiting], default=free) <= min(free, largest):
+            fitting = [bag for bag in waiting if bag.longest <= largest and bag.positions <= free]
+            taken = self._fill_holes(fitting, free) if fitting else taken
         if self.free * 1000 > len(self.rows.free) * self.rows.columns * EXCHANGE_FROM_PERMILLE:
             self._exchange([bag for bag in waiting if bag.serial not in taken] if taken else list(waiting), kept)
 
@@ -110,6 +134,8 @@ class Arrangement:
         rows, free_of, guards, placed = self.rows, self.rows.free, self._guards, self.placed
         gain = max(1, rows.columns * EXCHANGE_GAIN_PERMILLE // 1000)
         most = max([bag.positions for bag in waiting], default=0) - gain
+        if most < min([bag.positions for bag, _ in placed], default=0):
+            return
         candidates: list[tuple[int, int]] = []
         for at, (bag, bag_rows) in enumerate(placed):
             if bag.positions <= most and bag.group is not kept:
@@ -148,5 +174,4 @@ class Arrangement:
                     rows.occupy(row, length)
 
 
-def _positions_of(bag: PendingBag) -> int:
-    return bag.positions
+_positions_of = attrgetter("positions")

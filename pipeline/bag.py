@@ -1,7 +1,9 @@
 """One bag, decoded: payloads, the positions they take, and relations by place in the bag."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -113,21 +115,24 @@ class TextForm(NamedTuple):
 class TextBag(DecodedBag):
     """The texts of one sample, as bytes. What else a bag has is made when asked for: a packer that knows asks for all bags at once."""
 
-    __slots__ = ("cuts", "seed", "texts")
+    __slots__ = ("cuts", "form", "seed", "texts")
 
     def __init__(self, form: TextForm, texts: tuple[bytes, ...], lengths: tuple[int, ...], seed: int) -> None:
         """Takes tuples, which the garbage collector leaves alone; `seed` is what the sample's id is mixed from."""
         self.texts = texts
         self.lengths = lengths
         self.seed = seed
-        self.modalities, self.items, self.temperature_groups, self.sides, self.choices, self.choice_targets, self.relations = form
-        self.dropped = self.dropped_edges = 0
-        self.made_for = None
+        self.form = form
         self.cuts: Sequence[bool] = ()
         """Which texts are cut at the row's width; empty: none is."""
 
     # Properties over the dataclass's attributes: readers see no difference, and nobody writes them.
     if not TYPE_CHECKING:
+        dropped = dropped_edges = property(lambda _: 0)
+        made_for = property(lambda _: None)
+        modalities, items, temperature_groups, sides, choices, choice_targets, relations = [
+            property(attrgetter(f"form.{name}")) for name in TextForm._fields
+        ]
 
         @property
         def payloads(self):
@@ -151,6 +156,26 @@ class TextBag(DecodedBag):
         return False
 
 
+class TextRun:
+    """Texts of one form, each a sample of its own, in columns: an object for each would cost more than all that is done with it."""
+
+    __slots__ = ("bare", "form", "lengths", "seeds", "texts", "token")
+
+    def __init__(self, form: TextForm, texts: Sequence[bytes], seeds: Sequence[int], token: Callable[[int], object]) -> None:
+        """Takes what the texts' ids are mixed from, and what answers the caller's token of each, by its place."""
+        self.form = form
+        self.texts = texts
+        self.lengths = [len(text) + 1 for text in texts]
+        self.seeds = seeds
+        self.token = token
+        self.bare: TextRun = TextRun(form, (), (), token) if texts else self
+        """The same without the texts, for those who still know one by its token."""
+
+    def bag(self, place: int) -> TextBag:
+        """One of them as a bag."""
+        return TextBag(self.form, (self.texts[place],), (self.lengths[place],), self.seeds[place])
+
+
 class LateBag:
     """A bag that waited when a state was taken: where it goes is known, and its content comes once it is placed."""
 
@@ -160,6 +185,11 @@ class LateBag:
         """`begin` starts reading it and answers what waits for it: the bag, None where it cannot be had any more."""
         self._begin = begin
         self._begun: Callable[[], DecodedBag | None] | None = None
+
+    @property
+    def begun(self) -> bool:
+        """Whether reading it has started."""
+        return self._begun is not None
 
     def begin(self) -> None:
         """Starts reading it, once."""
@@ -197,8 +227,9 @@ def decode_items(
     *,
     on_error: OnError = "raise",
     on_drop: Callable[[int, DecodeError], None] | None = None,
+    around: Callable[[int], AbstractContextManager[object]] = nullcontext,
 ) -> list[Payload | None]:
-    """Every item's payload, None for one that does not decode under `on_error="drop"`.
+    """Every item's payload, None for one that does not decode under `on_error="drop"`; each is decoded within `around(its number)`.
 
     Raises:
         ValueError: an item does not suit the shape, as `StepItems.check`.
@@ -212,7 +243,8 @@ def decode_items(
     for item, kind in enumerate(items.modalities.tolist()):
         try:
             cut: Literal["head", "tail"] = "head" if offers is not None and offers[item] else "tail"
-            payloads.append(decode(Modality(kind), items.content(item), shape, options, cut))
+            with around(item):
+                payloads.append(decode(Modality(kind), items.content(item), shape, options, cut))
         except DecodeError as error:
             if on_error == "raise":
                 raise ItemDecodeError(error.kind, f"item {item}: {error.detail}", item) from error
@@ -277,12 +309,13 @@ def decode_bag(
     *,
     on_error: OnError = "raise",
     on_drop: Callable[[int, DecodeError], None] | None = None,
+    around: Callable[[int], AbstractContextManager[object]] = nullcontext,
 ) -> DecodedBag:
-    """Decodes one bag: all of `items`, whatever their `bags` column says.
+    """Decodes one bag: all of `items`, whatever their `bags` column says; each within `around(its number)`.
 
     Raises:
         ValueError: an item does not suit the shape.
         DecodeError: an item does not decode and `on_error` is "raise" (an `ItemDecodeError`: its `index` says which).
     """
-    payloads = decode_items(items, shape, options or DecodeOptions(), on_error=on_error, on_drop=on_drop)
+    payloads = decode_items(items, shape, options or DecodeOptions(), on_error=on_error, on_drop=on_drop, around=around)
     return assemble_bag(items, payloads)

@@ -3,35 +3,148 @@
 Started by `processes.py` as a program of its own, so that the caller's main module is not imported again and needs no guard; it ends
 when its starter does. What goes over the socket is pickled by this package on both ends and never comes from data.
 
-    ring:  [ released | stop | ................ | arrays of results, in order ........ ]      one writer, one reader
+    ring:  [ released | stop | begun | task | item .. | arrays of results, in order ........ ]      one writer, one reader
+
+The header says which item is being worked on: should the process end there, crashed, killed, or by its own alarm clock, it costs
+that item alone.
 """
 
+import io
 import mmap
 import os
 import pickle
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
+
+from treadle.decoders import DecodeError
+from treadle.decoders.errors import DecodeErrorKind
 
 RING_BYTES: Final = 2**25
 """Arrays of results that wait to be fetched; a result that does not fit goes over the socket."""
 HEADER_BYTES: Final = 4096
 SMALL_BYTES: Final = 4096
 """Arrays below this travel with the rest of the result: a place in the ring costs more than their copy."""
+LARGE_BYTES: Final = 2**20
+"""Contents from here on are not pickled with the rest of a task."""
 ALIGNMENT: Final = 64
 POLL_S: Final = 0.001
-RELEASED, STOP = 0, 1
-"""Entries of the header: bytes that the reader is done with, over all time; whether to end."""
+GRACE_S: Final = 1.0
+"""Seconds past an item's limit in which its decoder may still say by itself that time is up."""
+RELEASED, STOP, BEGUN, TASK, ITEM = range(5)
+"""Entries of the header: bytes that the reader is done with, over all time; whether to end; whether the work has arrived; the task of a
+chunk and the item of a task that are being worked on, the item -1 between two."""
 
 Span = tuple[int, int]
 """Where an array lies in the ring: offset, bytes."""
 Reply = tuple[bool, bytes, list[Span], int, float]
 """Whether the work was done; the pickled results, or the error; their arrays; the ring's end after them; seconds of work."""
+
+
+Lost = dict[tuple[int, int], tuple[DecodeErrorKind, str]]
+"""Items that are not to be tried again, by task of the chunk and item of the task: kind and detail of the error in their place."""
+
+
+class Watch:
+    """Says, where the process's starter can see it, which item is being worked on, and ends the process when one takes too long."""
+
+    def __init__(self, header: NDArray[np.int64]) -> None:
+        self._header = header
+        self._task = 0
+        self._lost: Lost = {}
+        self._limit_s = 0.0
+
+    def limit(self, limit_s: float) -> None:
+        """Items may take `limit_s`, and a moment more."""
+        # The longest that timers take.
+        self._limit_s = min(limit_s + GRACE_S, 1e8)
+
+    def chunk(self, lost: Lost) -> None:
+        """A chunk of tasks begins, of which some items are lost."""
+        self._lost = lost
+
+    def task(self, number: int) -> None:
+        """Its next task begins."""
+        self._task = number
+        self._header[TASK] = number
+
+    @contextmanager
+    def item(self, number: int) -> Generator[None]:
+        """While an item is worked on.
+
+        Raises:
+            DecodeError: it has cost a process before.
+        """
+        lost = self._lost.get((self._task, number))
+        if lost is not None:
+            raise DecodeError(*lost)
+        self._header[ITEM] = number
+        signal.setitimer(signal.ITIMER_REAL, self._limit_s)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            self._header[ITEM] = -1
+
+
+class _Pickler(pickle.Pickler):
+    """Leaves large contents out, for their own way."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=5)
+        self.large: list[bytes] = []
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if type(obj) is bytes and len(obj) >= LARGE_BYTES:
+            self.large.append(obj)
+            return len(self.large) - 1
+        return None
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, large: list[bytes]) -> None:
+        super().__init__(file)
+        self._large = large
+
+    def persistent_load(self, pid: Any) -> bytes:
+        data: bytes = self._large[pid]
+        return data
+
+
+def send_whole(connection: "Connection[Any, Any]", value: Any) -> None:
+    """Sends `value`; large contents within it go as they lie in memory, not in a pickled copy beside themselves."""
+    out = io.BytesIO()
+    pickler = _Pickler(out)
+    pickler.dump(value)
+    connection.send_bytes(len(pickler.large).to_bytes(4, "little") + out.getbuffer())
+    for data in pickler.large:
+        connection.send_bytes(data)
+
+
+def receive_whole(connection: "Connection[Any, Any]") -> Any:
+    """What `send_whole` sent at the other end.
+
+    Raises:
+        EOFError | OSError: the other end has closed.
+    """
+    data = connection.recv_bytes()
+    large = [connection.recv_bytes() for _ in range(int.from_bytes(data[:4], "little"))]
+    return _Unpickler(io.BytesIO(data[4:]), large).load()
+
+
+class Watched(Protocol):
+    """Work that can say which item of a task it is at."""
+
+    def watched(self, watch: Watch) -> Callable[[Any], Any]:
+        """The same work, done under `watch.item`."""
+        ...
 
 
 class RingWriter:
@@ -68,7 +181,7 @@ class RingWriter:
         return HEADER_BYTES + place, size
 
 
-def reply_of(work: Callable[[Any], Any], tasks: list[Any], ring: RingWriter | None) -> Reply:
+def reply_of(work: Callable[[Any], Any], tasks: list[Any], ring: RingWriter | None, watch: Watch | None = None) -> Reply:
     """Does the tasks, and makes of their results what is sent back."""
     begun = time.perf_counter()
     spans: list[Span] = []
@@ -85,7 +198,11 @@ def reply_of(work: Callable[[Any], Any], tasks: list[Any], ring: RingWriter | No
     if ring is not None:
         ring.begin()
     try:
-        results: Any = [work(task) for task in tasks]
+        results: list[Any] = []
+        for number, task in enumerate(tasks):
+            if watch is not None:
+                watch.task(number)
+            results.append(work(task))
         worked_s = time.perf_counter() - begun
         data = pickle.dumps(results, protocol=5, buffer_callback=out_of_band)
         return True, data, spans, ring.end if ring is not None else 0, worked_s
@@ -103,12 +220,23 @@ def main(socket: int, memory: int) -> None:
     # An interrupt from the keyboard is for whoever started this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection: Connection[Any, Any] = Connection(socket)
-    ring = RingWriter(mmap.mmap(memory, HEADER_BYTES + RING_BYTES)) if memory >= 0 else None
+    # Left to itself, the alarm ends the process wherever it is, a codec that never returns included.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    shared = mmap.mmap(memory, HEADER_BYTES + RING_BYTES) if memory >= 0 else None
+    ring = watch = None
     try:
-        work = pickle.loads(connection.recv_bytes())
+        work: Any = pickle.loads(connection.recv_bytes())
+        if shared is not None:
+            ring, header = RingWriter(shared), np.frombuffer(shared, np.int64, HEADER_BYTES // 8)
+            header[BEGUN] = 1
+            if hasattr(work, "watched"):
+                watch = Watch(header)
+                work = work.watched(watch)
         while True:
-            tasks = pickle.loads(connection.recv_bytes())
-            connection.send_bytes(pickle.dumps(reply_of(work, tasks, ring)))
+            tasks, lost = receive_whole(connection)
+            if watch is not None:
+                watch.chunk(lost)
+            connection.send_bytes(pickle.dumps(reply_of(work, tasks, ring, watch)))
             del tasks
     except (EOFError, OSError):
         return

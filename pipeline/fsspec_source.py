@@ -45,6 +45,7 @@ class FsspecSource:
         """Ranges read since the object was first looked at."""
         self._wait = Wait(policy or RetryPolicy(), closing)
         # fsspec costs 80 ms to import, and local shards do without.
+        from fsspec import AbstractFileSystem
         from fsspec.core import url_to_fs
 
         try:
@@ -55,6 +56,9 @@ class FsspecSource:
             ) from None
         except ValueError as error:
             raise ValueError(f"{public_url(url)!r}: {public_text(str(error))}") from None
+        # Where a range is read through a file object, that would read megabytes ahead.
+        through_file = not self._fs.async_impl and type(self._fs).cat_file is AbstractFileSystem.cat_file
+        self._exactly = {"cache_type": "none"} if through_file else {}
 
     def fetch(self, position: int, most: int) -> bytes:
         """Some bytes from `position` on, at most `most`; none only at the object's end.
@@ -70,7 +74,7 @@ class FsspecSource:
         inside = position - self._held_at
         if not 0 <= inside < len(self._held):
             stop = range_stop(position, self.stop, self.size)
-            self._held = bytes(self._call("cat_file", start=position, end=stop))
+            self._held = bytes(self._call("cat_file", start=position, end=stop, **self._exactly))
             self._held_at, inside = position, 0
             if self._ranges:
                 # A range does not say which object it is of; asked afterwards, it was this one.
@@ -89,6 +93,10 @@ class FsspecSource:
         self._held = b""
         self._stale = True
 
+    def close(self) -> None:
+        """Forgets what was read ahead; connections are the library's own."""
+        self.reset()
+
     def _look(self) -> None:
         if not self._stale:
             return
@@ -97,7 +105,7 @@ class FsspecSource:
         if info.get("type") == "directory":
             raise Fault("it is a directory, not a tar", kind="not_found", permanent=True)
         size = info.get("size")
-        told = next((info[name] for name in ("ETag", "etag", "md5Hash", "mtime", "LastModified") if info.get(name)), None)
+        told = next((info[name] for name in ("ETag", "etag", "md5Hash", "blob_id", "mtime", "LastModified") if info.get(name)), None)
         version = None if told is None else str(told)
         if self.size is not None and (size != self.size or version != self.version):
             raise Fault(
@@ -107,7 +115,7 @@ class FsspecSource:
             )
         self.size, self.version, self._stale = size, version, False
 
-    def _call(self, name: str, **given: int) -> Any:
+    def _call(self, name: str, **given: Any) -> Any:
         """What the file system answers; where it works in a loop of its own, it is waited for in turns."""
         asynchronous = getattr(self._fs, f"_{name}", None)
         loop = getattr(self._fs, "loop", None)

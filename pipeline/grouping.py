@@ -1,49 +1,17 @@
 """Members to samples: runs of one key, and the sample that a damage leaves open."""
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from operator import eq
-from typing import NamedTuple
 
+from treadle.pipeline.raw_sample import RawField, RawSample, Singles
 from treadle.pipeline.storage import StorageError
 from treadle.pipeline.tar import Member, MemberReader, Members, TarError
 from treadle.pipeline.unpack import UnpackError
 
 MAX_KEYS = 1 << 16
 """Keys of one pass that are remembered to tell one that comes again."""
-
-
-class RawField(NamedTuple):
-    """One file of a sample."""
-
-    name: str
-    """What follows the first dot of the member's basename, in lower case."""
-    offset: int
-    """Byte of the unpacked tar where its content begins."""
-    data: bytes
-
-
-@dataclass(slots=True)
-class RawSample:
-    """The files of one key. Not frozen: that would triple what making one costs."""
-
-    key: str
-    index: int
-    """Place in its shard."""
-    offset: int
-    """Byte of the unpacked tar where its first header begins."""
-    size: int
-    """Bytes up to the next sample, headers included."""
-    fields: tuple[RawField, ...]
-    problem: tuple[str, str] | None = None
-    """Why the sample is refused whole, as kind and detail; it then has no fields."""
-
-    @property
-    def end(self) -> int:
-        """Where the next sample begins."""
-        return self.offset + self.size
 
 
 class ShardError(Exception):
@@ -116,6 +84,14 @@ class Grouping:
         Raises:
             ShardError: after the last complete one before a damage.
         """
+        return chain.from_iterable(self.runs())
+
+    def runs(self) -> Iterator[Sequence[RawSample]]:
+        """The same, those that each chunk of the archive completes at once.
+
+        Raises:
+            ShardError: as `samples`.
+        """
         reader = self.reader
         try:
             for block in reader.blocks():
@@ -125,26 +101,26 @@ class Grouping:
                 yield from self._block(*block)
         except TarError as error:
             if not self._belongs(error):
-                yield from self._last(error.offset)
+                yield self._last(error.offset)
             rest = "" if error.kind == "not_a_tar" else reader.rest()
             raise ShardError(error.kind, error.offset, error.detail + rest) from None
         except (StorageError, UnpackError) as error:
             cut = reader.cut
             offset = reader.end if cut is None else cut.offset
             if cut is None or not self._belongs(cut):
-                yield from self._last(offset)
+                yield self._last(offset)
             raise ShardError(error.kind, offset, error.detail) from None
         finally:
             self._counts.update(reader.counts)
             reader.counts.clear()
-        yield from self._last(reader.end)
+        yield self._last(reader.end)
 
-    def _block(self, buffer: bytes, base: int, members: Members) -> Iterator[RawSample]:
+    def _block(self, buffer: bytes, base: int, members: Members) -> Sequence[Sequence[RawSample]]:
         if self._contents and not self.reader.refused:
             alone = self._alone(buffer, base, members)
             if alone is not None:
-                yield from alone
-                return
+                return alone
+        found: list[RawSample] = []
         # All of it in locals: at 4 KiB a member this loop and the header's parse are what reading costs.
         part, parts, contents, keys, refused = self._part, self._parts, self._contents, self._keys, self.reader.refused
         open_key, index, fields = self._key, self._index, self._fields
@@ -165,7 +141,7 @@ class Grouping:
             if key != open_key:
                 if open_key is not None:
                     if index % parts == part:
-                        yield RawSample(open_key, index, self._offset, header - self._offset, tuple(fields.values()), self._problem)
+                        found.append(RawSample(open_key, index, self._offset, header - self._offset, tuple(fields.values()), self._problem))
                     index += 1
                 mine = contents and index % parts == part
                 fields = {}
@@ -181,63 +157,69 @@ class Grouping:
                 else:
                     self._problem, fields = _problem(key, field, header, start, fields, refused), {}
         self._key, self._index, self._fields = open_key, index, fields
+        return (found,)
 
-    def _alone(self, buffer: bytes, base: int, members: Members) -> list[RawSample] | None:
-        """The same where each member is a sample of its own, all at once: a third of what one by one costs."""
-        count = len(members)
-        names, headers, starts, sizes = members.names, members.headers, members.starts, members.sizes
+    def _alone(self, buffer: bytes, base: int, members: Members) -> Sequence[Sequence[RawSample]] | None:
+        """The same where each member is a sample of its own, with one dot in its name and one extension, all of them at once."""
+        names, headers, starts, sizes, count = members.names, members.headers, members.starts, members.sizes, len(members)
+        first = names[0]
+        dot = first.find(".", first.rfind("/") + 1)
+        suffix = first[dot:]
         # Samples of several files show it at once, wherever the chunk begins.
-        if any([a.partition(".")[0] == b.partition(".")[0] for a, b in pairwise(names[:4])]):
+        if dot < 1 or len(suffix) < 2 or not names[-1].endswith(suffix) or not names[count // 2].endswith(suffix):
             return None
-        pieces = [name.split(".", 1) for name in names]
-        if min(map(len, pieces)) < 2:
-            return None
-        keys: list[str] = [piece[0] for piece in pieces]
-        fields = [piece[1] for piece in pieces]
-        suffixes = set(fields)
-        # A dot in a folder's name, a hidden file, two members of one key: all of it is for the long way.
+        # A member's name has no zero within: as many pieces as names, each without one, are the names without the extension.
+        text = "\0".join(names) + "\0"
+        keys = text.split(suffix + "\0")
         if (
-            any([not suffix or "/" in suffix or ("0" <= suffix[0] <= "9" and "." in suffix) for suffix in suffixes])
-            or not all(keys)
-            or any([key[0] == "." or key[-1] == "/" for key in keys])
+            len(keys) != count + 1
+            or text.count("\0") != count
+            or text.count(".") != count
+            or f"/{suffix}\0" in text
+            or "__MACOSX" in text
+            or not all(keys[:-1])
             or keys[0] == self._key
             or any(map(eq, keys, keys[1:]))
-            or "__MACOSX" in "".join(names)
             or len(self._keys) + count > MAX_KEYS
         ):
             return None
-        lower = {suffix: suffix.lower() for suffix in suffixes}
+        keys.pop()
+        field = suffix[1:].lower()
         seen = len(self._keys)
         self._keys.update(keys)
         if again := count - (len(self._keys) - seen):
             self._counts["key_seen_again"] += again
-        first = self._index if self._key is None else self._index + 1
-        found = [*self._last(headers[0])]
-        part, parts = self._part, self._parts
-        new = tuple.__new__
-        found += [
-            RawSample(
-                keys[place],
-                first + place,
-                headers[place],
-                headers[place + 1] - headers[place],
-                (new(RawField, (lower[fields[place]], starts[place], buffer[starts[place] - base : starts[place] - base + sizes[place]])),),
+        found: list[Sequence[RawSample]] = []
+        index = self._index if self._key is None else self._index + 1
+        if self._key is not None:
+            found.append(self._last(headers[0]))
+        mine = slice((self._part - index) % self._parts, count - 1, self._parts)
+        ends = [*headers[1:], headers[-1]]
+        contents = [buffer[start - base : start - base + size] for start, size in zip(starts[mine], sizes[mine], strict=True)]
+        found.append(
+            Singles(
+                field,
+                range(index, index + count)[mine],
+                keys[mine],
+                headers[mine],
+                [end - header for header, end in zip(headers[mine], ends[mine], strict=True)],
+                starts[mine],
+                contents,
             )
-            for place in range((part - first) % parts, count - 1, parts)
-        ]
-        self._index = first + count - 1
+        )
+        self._index = index + count - 1
         self._key, self._offset, self._problem = keys[-1], headers[-1], None
         start = starts[-1] - base
-        field = lower[fields[-1]]
-        mine = self._index % parts == part
-        self._fields = {field: RawField(field, starts[-1], buffer[start : start + sizes[-1]])} if mine else {}
+        wanted = self._index % self._parts == self._part
+        self._fields = {field: RawField(field, starts[-1], buffer[start : start + sizes[-1]])} if wanted else {}
         return found
 
-    def _last(self, end: int) -> Iterator[RawSample]:
-        """The sample that is open when members end."""
-        if self._key is not None and self._index % self._parts == self._part:
-            yield RawSample(self._key, self._index, self._offset, end - self._offset, tuple(self._fields.values()), self._problem)
-        self._key = None
+    def _last(self, end: int) -> list[RawSample]:
+        """The sample that is open when members end, if one is."""
+        key, self._key = self._key, None
+        if key is None or self._index % self._parts != self._part:
+            return []
+        return [RawSample(key, self._index, self._offset, end - self._offset, tuple(self._fields.values()), self._problem)]
 
     def _belongs(self, error: TarError) -> bool:
         """Whether a damaged member may be one of the open sample: its name, as far as it can be read, says so."""

@@ -1,25 +1,18 @@
-"""An object behind http or https, read in ranges over one kept-alive connection.
+"""An object behind http or https, read in ranges over kept-alive connections (`connections.py`).
 
 Redirects are followed to http and https alone, and take no credentials along to another host. A server that ignores ranges is
 read from its start. Only the standard library is used: faults must be seen as they happen, not through somebody's retries.
 """
 
-import base64
-import netrc
-import os
-import socket
 import ssl
 import threading
-import time
 import zlib
 from collections.abc import Callable
-from functools import lru_cache, partial
-from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
-from io import BufferedReader, RawIOBase
-from typing import Any, Final, cast
-from urllib.parse import SplitResult, quote, unquote, urljoin, urlsplit
-from urllib.request import getproxies, proxy_bypass
+from http.client import HTTPConnection, HTTPException, HTTPResponse
+from typing import Final
+from urllib.parse import SplitResult, quote, urljoin, urlsplit
 
+from treadle.pipeline.connections import Connections, Peer, ask, authorization
 from treadle.pipeline.retry import RetryPolicy
 from treadle.pipeline.storage import Fault, Wait, public_url, range_stop, retry_after_s
 
@@ -27,56 +20,12 @@ MAX_REDIRECTS = 8
 READ_THROUGH_BYTES = 256 << 10
 """A gap up to this long is read and thrown away rather than asked for anew."""
 
-CONNECT_S: Final = 10.0
-"""Longest wait for a connection, s; it cannot be interrupted."""
-TURN_S: Final = 0.1
-"""How often a read looks whether to go on."""
-
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _PASSING = frozenset({408, 421, 423, 425, 429})
 """Client errors that may pass; every 5xx may."""
 
+_NOBODY: Final = Peer("", "", 0, "")
 _HTML_STARTS = (b"<!doctype html", b"<html", b"<!--", b"<head")
-
-
-class _Patient(RawIOBase):
-    """A socket read in short turns."""
-
-    def __init__(self, connected: socket.socket, wait: Wait) -> None:
-        self._socket = connected
-        # Keeps the socket open when the connection lets go of it before the answer has been read.
-        self._kept = connected.makefile("rb", buffering=0)
-        self._wait = wait
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any, /) -> int:
-        begun = time.monotonic()
-        while True:
-            try:
-                size = self._socket.recv_into(buffer)
-            except TimeoutError:
-                self._wait.turn(time.monotonic() - begun)
-                continue
-            self._wait.got(size, time.monotonic() - begun)
-            return size
-
-    def close(self) -> None:
-        if not self.closed:
-            self._kept.close()
-        super().close()
-
-
-class _Answer(HTTPResponse):
-    """An answer that is waited for in turns, its header included."""
-
-    def __init__(
-        self, wait: Wait, connected: socket.socket, debuglevel: int = 0, method: str | None = None, url: str | None = None
-    ) -> None:
-        super().__init__(connected, debuglevel, method, url)
-        self.fp.close()
-        self.fp = BufferedReader(_Patient(connected, wait), 1 << 16)
 
 
 class HttpSource:
@@ -86,17 +35,26 @@ class HttpSource:
         url: http or https; user and password in it, or netrc, become Basic authorization.
         policy: what counts as silence.
         closing: once set, waits end.
+        connections: where connections wait between requests, for whoever asks next; its own by default.
     """
 
-    def __init__(self, url: str, policy: RetryPolicy | None = None, closing: threading.Event | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        policy: RetryPolicy | None = None,
+        closing: threading.Event | None = None,
+        connections: Connections | None = None,
+    ) -> None:
         self.size: int | None = None
         self.stop: int | None = None
         self.version: str | None = None
         self._url = url
         self._timeout_s = (policy or RetryPolicy()).timeout_s
         self._wait = Wait(policy or RetryPolicy(), closing)
+        self._shared = connections is not None
+        self._connections = connections or Connections()
         self._connection: HTTPConnection | None = None
-        self._peer = ("", "", "")
+        self._peer = _NOBODY
         self._response: HTTPResponse | None = None
         self._at = 0
         self._left: int | None = None
@@ -151,9 +109,20 @@ class HttpSource:
         """Forgets the connection, and where redirects led."""
         self._place = None
         self._drop_response()
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        self._let_go()
+
+    def close(self) -> None:
+        """Lets go of the connection; a shared one that can be used again waits for whoever asks next."""
+        self._drop_response()
+        self._let_go()
+        if not self._shared:
+            self._connections.close()
+            self._connections = Connections()
+
+    def _let_go(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
 
     def _drop_response(self) -> None:
         response, self._response, self._head = self._response, None, b""
@@ -161,12 +130,14 @@ class HttpSource:
             return
         if self._left == 0:
             response.read()
-        whole = response.isclosed()
+        whole = response.isclosed() and not response.will_close
         response.close()
-        if not whole and self._connection is not None:
-            # What is left of the body would be taken for the next answer.
-            self._connection.close()
+        if whole and self._connection is not None:
+            self._connections.put(self._peer, self._connection)
             self._connection = None
+        else:
+            # What is left of the body would be taken for the next answer.
+            self._let_go()
 
     def _piece(self, most: int) -> bytes:
         """The next bytes of the open response; none at its end.
@@ -288,10 +259,10 @@ class HttpSource:
     def _answer(self, headers: dict[str, str]) -> HTTPResponse:
         """The answer to a GET, redirects followed; where they led is asked directly from then on."""
         origin = urlsplit(self._url)
-        place, authorization = self._place or origin, _authorization(origin)
+        place, login = self._place or origin, authorization(origin)
         for _ in range(MAX_REDIRECTS + 1):
             own = place.hostname == origin.hostname and place.scheme == origin.scheme and place.port == origin.port
-            response = self._get(place, {**headers, "Authorization": authorization} if authorization and own else headers)
+            response = self._get(place, {**headers, "Authorization": login} if login and own else headers)
             if response.status in (401, 403, 404, 410) and self._place is not None:
                 # A signed place that redirects led to has expired: ask again where it is now.
                 response.close()
@@ -308,56 +279,26 @@ class HttpSource:
         raise Fault(f"more than {MAX_REDIRECTS} redirects")
 
     def _get(self, place: SplitResult, headers: dict[str, str]) -> HTTPResponse:
-        host = place.hostname or ""
-        port = place.port or (443 if place.scheme == "https" else 80)
+        peer = Peer.of(place)
         target = quote(place.path or "/", safe="/%:=&?~#+!$,;'@()*[]") + (
             f"?{quote(place.query, safe='/%:=&?~+!$,;@()*[]')}" if place.query else ""
         )
-        proxy = None if proxy_bypass(host) else getproxies().get(place.scheme)
-        peer = (place.scheme, f"{host}:{port}", proxy or "")
-        if self._connection is not None and self._peer == peer:
+        relayed = peer.relayed
+        if relayed is not None:
+            target, headers = f"http://{place.netloc.rpartition('@')[2]}{target}", {**headers, **relayed}
+        self._let_go()
+        kept = self._connections.take(peer)
+        if kept is not None:
+            self._connection, self._peer = kept, peer
             try:
-                return self._send(self._connection, target, headers)
+                return ask(kept, self._wait, target, headers)
             except (ConnectionError, HTTPException):
                 # A kept connection that the server has let go of is no fault: the request was not answered at all.
-                self._connection.close()
-        elif self._connection is not None:
-            self._connection.close()
+                self._let_go()
+                self._connections.drop(peer)
         self._wait.anew()
-        self._connection, target, headers = self._connect(place, host, port, proxy, target, headers)
-        self._peer = peer if not proxy or place.scheme == "https" else ("", "", "")
-        return self._send(self._connection, target, headers)
-
-    def _connect(
-        self, place: SplitResult, host: str, port: int, proxy: str | None, target: str, headers: dict[str, str]
-    ) -> tuple[HTTPConnection, str, dict[str, str]]:
-        """A connection, and what to ask of it for `target`."""
-        via = urlsplit(proxy if "://" in proxy else f"http://{proxy}") if proxy else None
-        timeout_s = min(self._timeout_s, CONNECT_S)
-        connection: HTTPConnection
-        if via is None or not via.hostname:
-            if place.scheme == "https":
-                connection = HTTPSConnection(host, port, timeout=timeout_s, context=_trusted())
-            else:
-                connection = HTTPConnection(host, port, timeout=timeout_s)
-        else:
-            login = _authorization(via)
-            told = {"Proxy-Authorization": login} if login else {}
-            if place.scheme == "https":
-                connection = HTTPSConnection(via.hostname, via.port or 80, timeout=timeout_s, context=_trusted())
-                connection.set_tunnel(host, port, told)
-            else:
-                connection = HTTPConnection(via.hostname, via.port or 80, timeout=timeout_s)
-                target, headers = f"http://{place.netloc.rpartition('@')[2]}{target}", {**headers, **told}
-        connection.response_class = cast("type[HTTPResponse]", partial(_Answer, self._wait))
-        connection.connect()
-        connection.sock.settimeout(TURN_S)
-        return connection, target, headers
-
-    @staticmethod
-    def _send(connection: HTTPConnection, target: str, headers: dict[str, str]) -> HTTPResponse:
-        connection.request("GET", target, headers={"User-Agent": "treadle", "Accept": "*/*", **headers})
-        return connection.getresponse()
+        self._connection, self._peer = peer.connect(self._timeout_s), peer
+        return ask(self._connection, self._wait, target, headers)
 
 
 class _Unzip:
@@ -410,20 +351,6 @@ def _moved(place: SplitResult, target: str) -> SplitResult:
     return moved
 
 
-@lru_cache(maxsize=8)
-def _context(bundles: tuple[str | None, ...]) -> ssl.SSLContext:
-    context = ssl.create_default_context()
-    for bundle in bundles[2:]:
-        if bundle and os.path.exists(bundle):
-            context.load_verify_locations(**{"capath" if os.path.isdir(bundle) else "cafile": bundle})
-    return context
-
-
-def _trusted() -> ssl.SSLContext:
-    """Whom to trust: the system's authorities, or those that the usual environment variables name."""
-    return _context(tuple(os.environ.get(name) for name in ("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")))
-
-
 def _number(text: str | None) -> int | None:
     """A header's number, None where it has none."""
     digits = (text or "").strip()
@@ -439,18 +366,3 @@ def _first(content_range: str | None) -> int:
     """The first byte of a Content-Range, -1 where it does not say."""
     first = _number((content_range or "").strip().removeprefix("bytes").strip(" =:").partition("-")[0])
     return -1 if first is None else first
-
-
-def _authorization(place: SplitResult) -> str | None:
-    """Basic authorization from the URL, else from the user's netrc file."""
-    user, password = place.username, place.password
-    if user is None:
-        try:
-            found = netrc.netrc().authenticators(place.hostname or "")
-        except (OSError, netrc.NetrcParseError):
-            return None
-        if not found or not found[0]:
-            return None
-        user, password = found[0], found[2]
-    joined = f"{unquote(user)}:{unquote(password or '')}".encode()
-    return f"Basic {base64.b64encode(joined).decode()}"

@@ -179,7 +179,9 @@ class PackedReader:
         cursors = [(lane, taken, 0, draws, taken, epoch, False) for lane, (epoch, taken, draws) in sorted(self._lanes.items())]
         pools: list[list[Any]] = [[] for _ in lanes]
         standing = ([self._lanes[lane][2] for lane in lanes], cursors, pools)
-        return StreamState.of_rank(self._manifest().to_json(), self.rank, self.world_size, columns_of(lanes, standing), (), dict[str, Any])
+        return StreamState.of_rank(
+            self._manifest().to_json(), self.rank, self.world_size, columns_of(lanes, lambda: standing), (), dict[str, Any]
+        )
 
     def _stand(self, positions: "dict[int, tuple[int, int, int]]") -> None:
         """Takes over where this rank's lanes stand: epoch, batches taken in it, batches taken ever."""

@@ -13,20 +13,20 @@ from numpy.typing import NDArray
 
 from treadle.decoders import DecodeOptions
 from treadle.pipeline.bag import (
-    NO_RELATIONS,
     DecodedBag,
     LateBag,
     OnError,
+    TextRun,
     assemble_bag,
     decode_bag,
     decode_items,
     relation_columns,
 )
 from treadle.pipeline.batch import PackedBatch
-from treadle.pipeline.fill import fill_batch, joined_relations, late_interaction_use
+from treadle.pipeline.fill import PlacedBag, TextColumns, fill_batch, joined_relations, late_interaction_use
 from treadle.pipeline.items import StepItems
 from treadle.pipeline.layout import Capacities, LateInteractionCapacities, batch_layout
-from treadle.pipeline.pending import FIELD_BITS, PendingBag, Placed, pack_demand
+from treadle.pipeline.pending import PendingBag, PendingText, Placed, pack_demand
 from treadle.pipeline.placement import Placement, waiting_bags
 from treadle.pipeline.recycle import Recycler
 from treadle.shape import BatchShape, require_count
@@ -169,17 +169,31 @@ class Packer:
         self._dropped_edges += bag.dropped_edges
         if not lengths:
             return False
-        if bag.relations is NO_RELATIONS and not self.capacities.late_interaction:
-            # What most texts are, and there are many of them: one bag, its segments, no edges.
-            pending = PendingBag(lengths, 1 | len(lengths) << FIELD_BITS, (token, bag))
-        else:
-            pending = self._pending(bag, [len(columns.sources) for columns in bag.relations], token)
+        pending = self._pending(bag, [len(columns.sources) for columns in bag.relations], token)
         if not self._placement.add(pending):
             self._dropped += len(lengths)
             self._dropped_edges += sum([len(columns.sources) for columns in bag.relations])
             return False
         self._without_ids = without_ids
         return True
+
+    def add_texts(self, run: TextRun, first: int = 0) -> tuple[int, bool]:
+        """`add_decoded` for the texts of a run, from place `first` on, until `ready` or until one could never fit.
+
+        Returns:
+            the place after the last one added or refused, and whether that one fits.
+        """
+        place, end = first, len(run.texts)
+        while place < end and not self.ready():
+            # The first one in is checked, and leaves the rest to be like it.
+            if self._without_ids is False and not self.capacities.late_interaction:
+                count = self._placement.missing_singles(run.lengths[place:])
+                place += self._placement.add_singles([PendingText(run, at) for at in range(place, place + count)])
+                continue
+            place += 1
+            if not self.add_decoded(run.bag(place - 1), run.token(place - 1)):
+                return place, False
+        return place, True
 
     def _check_shape(self, made_for: BatchShape) -> None:
         """Refuses a bag of another shape: its payloads would be read at the wrong sizes."""
@@ -196,21 +210,25 @@ class Packer:
 
     def take(self) -> PackedBatch:
         """The next batch, ready or not; an empty one when nothing waits."""
-        return self.take_with_tokens()[0]
+        return self._take()[0]
 
     def take_with_tokens(self) -> tuple[PackedBatch, list[object]]:
         """The next batch, and the tokens of its bags in the order of its bags."""
+        batch, chosen = self._take()
+        return batch, [pending.content[0] for pending, _ in chosen]
+
+    def _take(self) -> tuple[PackedBatch, list[Placed]]:
         chosen = self._placement.take()
         if self._late:
             chosen = self._arrived(chosen)
-        taken: list[tuple[object, DecodedBag]] = [pending.content for pending, _ in chosen]
-        placed = [
-            (bag, rows if len(rows) == 1 else pending.rows_by_item(rows)) for (_, bag), (pending, rows) in zip(taken, chosen, strict=True)
-        ]
         batch, stale_tape = self._new_batch()
+        placed: list[PlacedBag] = []
+        texts = TextColumns.of(chosen)
+        if texts is None:
+            placed = [(pending.content[1], pending.rows_by_item(rows)) for pending, rows in chosen]
         fill_batch(
             batch,
-            placed,
+            texts or placed,
             joined_relations(placed),
             dropped=self._dropped,
             dropped_edges=self._dropped_edges,
@@ -219,9 +237,8 @@ class Packer:
         )
         self._dropped = self._dropped_edges = 0
         for pending, _ in chosen:
-            # States that are not built yet know it still: by its token, without content.
-            pending.content = pending.content[0], None
-        return batch, [token for token, _ in taken]
+            pending.release()
+        return batch, chosen
 
     def _arrived(self, chosen: list[Placed]) -> list[Placed]:
         """The bags of `chosen` with their content; one that cannot be had any more, or is not what it was, is dropped."""
@@ -312,3 +329,19 @@ class Packer:
         self._late = len(late)
         self._without_ids = known[0].without_ids if known else False if late else None
         self._dropped, self._dropped_edges = columns["dropped"].tolist()
+
+    def add_late(self, columns: Mapping[str, NDArray[np.int64]], bags: Sequence[LateBag], tokens: Sequence[object]) -> None:
+        """Puts bags that waited in other packers at the end of the pool, in this order; their content comes once they are placed.
+
+        Args:
+            columns: `bag_items`, `item_length`, `demand` and `bag_demand` of a packer's state, of these bags alone.
+
+        Raises:
+            ValueError: the columns do not belong together.
+        """
+        for pending in waiting_bags(columns, list(zip(tokens, bags, strict=True))):
+            if self._placement.add(pending):
+                self._late += 1
+                self._without_ids = False
+            else:
+                self._dropped += len(pending.lengths)

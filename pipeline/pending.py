@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 from operator import mul
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from treadle.pipeline.bag import TextRun
 from treadle.pipeline.layout import Capacities
 
 FIELD_BITS = 48
@@ -13,6 +14,10 @@ _ALONE = (0,)
 
 NUM_FIELDS = 8
 """Bags, segments, attract, repel and ignore edges, query tokens, documents, document tokens."""
+
+
+SINGLE_DEMAND = 1 | 1 << FIELD_BITS
+"""What one item alone takes: a bag, a segment, nothing else."""
 
 
 def pack_demand(values: Sequence[int]) -> int:
@@ -46,6 +51,12 @@ class Limits:
         self.room = self.guards | pack_demand(values)
         """An empty batch."""
 
+    def singles(self, room: int) -> int:
+        """How many of `SINGLE_DEMAND` some room holds, with or without its guards."""
+        most = 2 * _LARGEST_DEMAND - 1
+        singles: int = min(room & most, room >> FIELD_BITS & most)
+        return singles
+
     def times(self, count: int) -> int:
         """The demand of `count` full batches."""
         return pack_demand([value * count for value in self._values])
@@ -77,6 +88,8 @@ class PendingBag:
     """Set when it is added, like the fields below."""
     rows: list[int]
     """Witness row of each length."""
+    content: Any
+    """What it stands for."""
     arrival: int
     """Batches taken when it arrived."""
     serial: int
@@ -108,6 +121,42 @@ class PendingBag:
         for place, row in zip(self.order, rows, strict=True):
             by_item[place] = row
         return by_item
+
+    def release(self) -> None:
+        """Lets go of the content: states that are not built yet know the bag still, by its token."""
+        self.content = self.content[0], None
+
+
+class PendingText(PendingBag):
+    """A text alone; what is not asked for is not made."""
+
+    __slots__ = ("place", "run")
+
+    demand = SINGLE_DEMAND
+    order = _ALONE
+
+    def __init__(self, run: TextRun, place: int) -> None:
+        self.run = run
+        self.place = place
+        self.positions = self.longest = longest = run.lengths[place]
+        self.squares = longest * longest
+        self.taken = False
+
+    # Properties over the attributes of a bag: readers see no difference, and nobody writes them.
+    if not TYPE_CHECKING:
+
+        @property
+        def lengths(self):
+            return (self.longest,)
+
+        @property
+        def content(self):
+            run = self.run
+            return run.token(self.place), run.bag(self.place) if run.texts else None
+
+    def release(self) -> None:
+        """As for every bag."""
+        self.run = self.run.bare
 
 
 Placed = tuple[PendingBag, list[int]]

@@ -13,15 +13,18 @@ Attention costs squares, and ranks wait for the slowest: selection keeps a batch
 many positions cost on average over all that arrived, within a band that narrows as the batch fills.
 """
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from operator import mul
 
 import numpy as np
 from numpy.typing import NDArray
 
 from treadle.pipeline.arrange import Arrangement
 from treadle.pipeline.layout import Capacities
-from treadle.pipeline.pending import NUM_FIELDS, Group, Limits, PendingBag, Placed, pack_demand, unpack_demand
+from treadle.pipeline.pending import NUM_FIELDS, SINGLE_DEMAND, Group, Limits, PendingBag, Placed, pack_demand, unpack_demand
 from treadle.pipeline.rows import RowSet, exact_rows
 
 POSITION_MARGIN_PERMILLE = 4
@@ -32,6 +35,10 @@ SELECTION_MISSES = 8
 
 BALANCE_BAND = 0.25
 """How far the squares may stray, as a share of what the positions still to be filled cost on average."""
+
+
+Columns = dict[str, NDArray[np.int64]]
+"""Named once: subscripted at every definition of an inner function, it would cost more than the snapshot."""
 
 
 class Placement:
@@ -97,6 +104,52 @@ class Placement:
         self.pool.append(bag)
         return True
 
+    def missing_singles(self, lengths: Sequence[int]) -> int:
+        """How many items of `lengths`, bags of their own, it takes to fill the window in positions, bags or segments; at most all."""
+        sums = list(accumulate(lengths, initial=self._pooled_positions))
+        most = self._limits.singles(self._window_demand - self._pooled_demand)
+        return min(bisect_left(sums, self._window_positions), most, len(lengths))
+
+    def add_singles(self, bags: Sequence[PendingBag]) -> int:
+        """`add` for the first of `bags`, each of one item that takes nothing but itself; how many it was before too many groups waited.
+
+        They must be no more than `missing_singles` allows.
+        """
+        limits, count = self._limits, len(bags)
+        lengths = [bag.longest for bag in bags]
+        at, most_groups = 0, 2 * self.window
+        while at < count and len(self._groups) < most_groups:
+            # The one that opens the last group has to be the last.
+            fresh = self._open is None or not self._open.left
+            most = limits.singles(self._witness_room)
+            if fresh and len(self._groups) + 1 == most_groups:
+                most = min(most, 1)
+            rows = self._witness.place_run(lengths[at : min(count, at + most)])
+            if not rows:
+                if lengths[at] > self.columns:
+                    break
+                self._open_witness(self._group + 1)
+                continue
+            self._witness_room -= len(rows) * SINGLE_DEMAND
+            group = self._open
+            if group is None or not group.left:
+                group = self._open = Group(self._group, self.batches)
+                self._groups.append(group)
+            group.left += len(rows)
+            arrival, serial = self.batches, self._serial + at
+            for bag, row in zip(bags[at : at + len(rows)], rows, strict=True):
+                bag.group, bag.rows, bag.arrival, bag.serial = group, [row], arrival, serial
+                serial += 1
+            at += len(rows)
+        self._serial += at
+        positions = sum(lengths[:at])
+        self._pooled_positions += positions
+        self._pooled_demand += at * SINGLE_DEMAND
+        self._total_positions += positions
+        self._total_squares += sum(map(mul, lengths[:at], lengths))
+        self.pool += bags[:at] if at < len(bags) else bags
+        return at
+
     def _alone(self, bag: PendingBag) -> tuple[RowSet, list[int]] | None:
         """A batch that holds this bag alone, and its rows; None if no batch could ever hold it."""
         if not 0 < bag.longest <= self.columns or (self._limits.room - bag.demand) & self._guards != self._guards:
@@ -136,15 +189,12 @@ class Placement:
         if not placed:
             self.witness_batches += 1
             placed = self._at_witness(self._groups[0])
-        positions = demand = 0
         for bag, _ in placed:
             bag.taken = True
             bag.group.left -= 1
-            positions += bag.positions
-            demand += bag.demand
         placed.sort(key=_serial_of)
-        self._pooled_positions -= positions
-        self._pooled_demand -= demand
+        self._pooled_positions -= sum([bag.positions for bag, _ in placed])
+        self._pooled_demand -= sum([bag.demand for bag, _ in placed])
         self.longest_delay = max(self.longest_delay, self.batches - placed[0][0].arrival)
         self.pool = [bag for bag in self.pool if not bag.taken]
         self._groups = [group for group in self._groups if group.left]
@@ -230,13 +280,13 @@ class Placement:
                 batch.add(bag)
         return batch.placed
 
-    def snapshot(self) -> Callable[[], dict[str, NDArray[np.int64]]]:
+    def snapshot(self) -> Callable[[], Columns]:
         """What builds the state of this very moment, whenever it is asked for: a bag that waits does not change any more."""
         counters = [self.batches, self._group, self._total_positions, self._total_squares, self.longest_delay]
         witness_use, witness_free = self._limits.room - self._witness_room, list(self._witness.free)
         groups, pool = [(group.number, group.opened) for group in self._groups], list(self.pool)
 
-        def columns() -> dict[str, NDArray[np.int64]]:
+        def columns() -> Columns:
             return {
                 "counters": np.array(counters, np.int64),
                 "witness_use": np.array(unpack_demand(witness_use), np.int64),
@@ -255,7 +305,7 @@ class Placement:
 
         return columns
 
-    def state(self) -> dict[str, NDArray[np.int64]]:
+    def state(self) -> Columns:
         """Everything but the bags' demands, in plain columns; bags in arrival order, their items by descending length."""
         return self.snapshot()()
 

@@ -4,13 +4,16 @@ Nothing here raises for what a sample holds: what is wrong with it travels in th
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 from treadle.decoders import DecodeError, DecodeOptions
 from treadle.pipeline.bag import DecodedBag, decode_bag
+from treadle.pipeline.decode_process import Watch
 from treadle.pipeline.order import Held
 from treadle.pipeline.retry import RetryPolicy
 from treadle.pipeline.samples import SampleError, Schema, modality_of
@@ -94,8 +97,13 @@ class Preparer:
     options: DecodeOptions
     retry: RetryPolicy | None = None
 
-    def __call__(self, task: Read | Fetch) -> Outcome:
-        """The task's outcome."""
+    def watched(self, watch: Watch) -> Callable[[Read | Fetch], Outcome]:
+        """The same in a worker process whose end costs one item: decoders need no processes of their own there."""
+        watch.limit(self.options.max_wall_s)
+        return partial(replace(self, options=replace(self.options, isolate=False)), around=watch.item)
+
+    def __call__(self, task: Read | Fetch, around: Callable[[int], AbstractContextManager[object]] = nullcontext) -> Outcome:
+        """The task's outcome; each item is decoded within `around(its number)`."""
         if isinstance(task, Fetch):
             if task.failure is not None:
                 return Outcome(offset=task.held.offset, failure=task.failure)
@@ -116,7 +124,12 @@ class Preparer:
             return Outcome(sample.key, sample.offset, left_out=labelled.left_out)
         failed: list[tuple[int, DecodeError]] = []
         bag = decode_bag(
-            labelled.items, self.shape, self.options, on_error="drop", on_drop=lambda item, error: failed.append((item, error))
+            labelled.items,
+            self.shape,
+            self.options,
+            on_error="drop",
+            on_drop=lambda item, error: failed.append((item, error)),
+            around=around,
         )
         drops = [(labelled.members[item], labelled.offsets[item], error) for item, error in failed]
         return Outcome(sample.key, sample.offset, bag, None, drops, labelled.left_out)

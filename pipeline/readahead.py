@@ -205,7 +205,7 @@ class Readahead(Generic[Context, Task, Result]):
         """The result of a task apart, once it is there.
 
         Raises:
-            RuntimeError: a worker process ended in the middle of its work.
+            RuntimeError: worker processes ended again and again, and not for an item.
             Exception: whatever `work` raised.
         """
         try:
@@ -221,7 +221,7 @@ class Readahead(Generic[Context, Task, Result]):
 
         Raises:
             IndexError: nothing is queued.
-            RuntimeError: a worker process ended in the middle of its work.
+            RuntimeError: worker processes ended again and again, and not for an item.
             Exception: whatever `work` raised.
         """
         context, chunk, place, result = self._queue.popleft()
@@ -248,8 +248,8 @@ class Readahead(Generic[Context, Task, Result]):
 
     def _died(self) -> RuntimeError:
         return RuntimeError(
-            f"one of {self._processes} decode processes ended in the middle of its work (killed, or out of memory): "
-            "pass fewer processes, or processes=0 to decode in threads"
+            f"one of {self._processes} decode processes after the other ended, and not for an item that could be left out (killed, out of "
+            "memory, or unable to start): pass fewer processes, or processes=0 to decode in threads"
         )
 
     def close(self) -> None:

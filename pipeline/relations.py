@@ -33,7 +33,7 @@ NamedEdge = tuple[str, str, float]
 
 
 class SampleError(Exception):
-    """A sample that is left out whole: `duplicate_field`, `sparse`, `too_large`, `bad_relations`."""
+    """A sample that is left out whole: `duplicate_field`, `sparse`, `too_large`, `incomplete`, `bad_relations`."""
 
     def __init__(self, kind: str, detail: str) -> None:
         super().__init__(kind, detail)

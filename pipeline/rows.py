@@ -75,39 +75,62 @@ class RowSet:
             placed.append(row)
         return placed
 
+    def place_run(self, lengths: Sequence[int]) -> list[int]:
+        """The rows that take the first of `lengths`, each by best fit, up to one that finds no row."""
+        rows_of, free, sizes = self._rows_of, self.free, self._sizes
+        placed: list[int] = []
+        append = placed.append
+        bit = row = size = last = 0
+        for length in lengths:
+            # What fits into the row that was best for one of its length fits nowhere better.
+            if length != last or size < length:
+                if bit:
+                    free[row] = size
+                    if size in rows_of:
+                        rows_of[size] |= bit
+                    else:
+                        rows_of[size] = bit
+                        sizes |= 1 << size
+                fitting = sizes >> length
+                if not fitting:
+                    bit = 0
+                    break
+                size = length + (fitting & -fitting).bit_length() - 1
+                rows = rows_of[size]
+                bit = rows & -rows
+                rows ^= bit
+                if rows:
+                    rows_of[size] = rows
+                else:
+                    del rows_of[size]
+                    sizes ^= 1 << size
+                row, last = bit.bit_length() - 1, length
+            size -= length
+            append(row)
+        if bit:
+            free[row] = size
+            rows_of[size] = rows_of.get(size, 0) | bit
+            sizes |= 1 << size
+        self._sizes = sizes
+        return placed
+
     def place_each(self, lengths: Sequence[int], owners: Sequence[int], rows_of_owner: list[list[int]]) -> set[int]:
         """Places every length by best fit, appending its row to its owner's list; the owners of which one found no row.
 
         Once a length of an owner has failed, the owner's later lengths are left out.
         """
-        rows_of, free, sizes = self._rows_of, self.free, self._sizes
-        failed: set[int] = set()
-        for length, owner in zip(lengths, owners, strict=True):
-            if failed and owner in failed:
-                continue
-            fitting = sizes >> length
-            if not fitting:
-                failed.add(owner)
-                continue
-            size = length + (fitting & -fitting).bit_length() - 1
-            rows = rows_of[size]
-            lowest = rows & -rows
-            rows ^= lowest
-            if rows:
-                rows_of[size] = rows
-            else:
-                del rows_of[size]
-                sizes ^= 1 << size
-            size -= length
-            if size in rows_of:
-                rows_of[size] |= lowest
-            else:
-                rows_of[size] = lowest
-                sizes |= 1 << size
-            row = lowest.bit_length() - 1
-            free[row] = size
+        rows = self.place_run(lengths)
+        for owner, row in zip(owners, rows, strict=False):
             rows_of_owner[owner].append(row)
-        self._sizes = sizes
+        failed: set[int] = set()
+        for length, owner in zip(lengths[len(rows) :], owners[len(rows) :], strict=True):
+            if owner in failed:
+                continue
+            row = self.place_one(length)
+            if row < 0:
+                failed.add(owner)
+            else:
+                rows_of_owner[owner].append(row)
         return failed
 
     def occupy(self, row: int, length: int) -> None:

@@ -10,14 +10,16 @@ and parsed again as a whole.
 
 import threading
 from array import array
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain
 from os import stat
 from typing import Final
 
-from treadle.pipeline.grouping import Grouping, RawSample, ShardError
+from treadle.pipeline.grouping import Grouping, ShardError
+from treadle.pipeline.raw_sample import RawSample, Singles, ends_of
 from treadle.pipeline.storage import ByteStream, LocalStream, StorageError
 from treadle.pipeline.tar import CHUNK_BYTES, MemberReader
 from treadle.pipeline.unpack import UnpackError
@@ -44,7 +46,7 @@ class Window:
         self.first = first
         """The index of the first one."""
         self.count = 0
-        self.samples: list[RawSample] | None = []
+        self.samples: Sequence[RawSample] | None = ()
         """The samples, those that pass `CHUNK_BYTES` without their contents; None where they are to be read one by one."""
 
 
@@ -87,7 +89,9 @@ class SampleTable:
         self._stream = opened()
         self._stream.position = offset
         self._reader = MemberReader(self._stream, offset=offset, want=_unwanted)
-        self._found = Grouping(self._reader, self._counts, index=index).samples()
+        self._runs = Grouping(self._reader, self._counts, index=index).runs()
+        # What the last run had left.
+        self._rest: Sequence[RawSample] = ()
 
     def counted(self) -> Counter[str]:
         """What was skipped or odd so far."""
@@ -118,7 +122,7 @@ class SampleTable:
         place = index - self.first
         return self._starts[place], self._starts[place + 1] if place + 1 < len(self._starts) else self._end
 
-    def window(self, index: int, stream: ByteStream) -> tuple[Window, list[RawSample] | None] | None:
+    def window(self, index: int, stream: ByteStream) -> tuple[Window, Sequence[RawSample] | None] | None:
         """The window that holds sample `index`, and its samples; None past the last.
 
         Args:
@@ -152,21 +156,33 @@ class SampleTable:
     def _search(self) -> None:
         """Finds the samples of the next window."""
         window = Window(self.first + len(self._starts))
-        samples: list[RawSample] = []
         begin = self._end
+        parts: list[Sequence[RawSample]] = []
         try:
-            for sample in self._found:
-                self._starts.append(sample.offset)
-                self._end = sample.end
-                samples.append(sample)
-                if sample.end - begin >= WINDOW_BYTES:
+            # Samples in columns stay in them: a window holds nothing else beside them.
+            while self._end - begin < WINDOW_BYTES and not (parts and isinstance(parts[-1], Singles)):
+                if not self._rest:
+                    found = next(self._runs, None)
+                    if found is None:
+                        self._ended = True
+                        break
+                    self._rest = found
+                    continue
+                run = self._rest
+                if parts and isinstance(run, Singles):
                     break
-            else:
-                self._ended = True
+                ends = ends_of(run)
+                count = min(bisect_left(ends, begin + WINDOW_BYTES) + 1, len(run))
+                self._starts.append(run[0].offset)
+                self._starts.extend(ends[: count - 1])
+                self._end = ends[count - 1]
+                parts.append(run[:count])
+                self._rest = run[count:]
         except ShardError as error:
             self._error = error
         if self._ended or self._error is not None:
             self._stream.close()
+        samples = parts[0] if len(parts) == 1 else list(chain.from_iterable(parts))
         if samples:
             window.count = len(samples)
             self._windows.append(window)
@@ -179,7 +195,7 @@ class SampleTable:
                 self._hold(len(self._windows) - 1, window, samples)
                 self._reader.pace(CHUNK_BYTES)
 
-    def _hold(self, number: int, window: Window, samples: list[RawSample]) -> None:
+    def _hold(self, number: int, window: Window, samples: Sequence[RawSample]) -> None:
         window.samples = samples
         self._held[number] = window
         self._held.move_to_end(number)

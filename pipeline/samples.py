@@ -83,6 +83,9 @@ class Schema:
     """Temperature groups by field, others have 0."""
     group_field: str | None = None
     """A field whose content is the sample's group: samples with the same content there never repel each other."""
+    required: Sequence[str] = ()
+    """Fields without one of which a sample is refused as `incomplete`, as the halves are of one that is split over two shards or whose
+    files do not lie side by side. None are: a sample is what it has."""
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -95,6 +98,7 @@ class Schema:
         put(self, "temperature_groups", {_field_name("temperature_groups", name): _group(name, number) for name, number in groups.items()})
         if self.group_field is not None:
             put(self, "group_field", _field_name("group_field", self.group_field))
+        put(self, "required", tuple(_field_name("required", name) for name in _listed("required", self.required)))
 
     def to_dict(self) -> dict[str, Any]:
         """This schema as JSON has it."""
@@ -118,6 +122,13 @@ class Schema:
         del source, shard  # both are in sample_id
         if sample.problem is not None:
             raise SampleError(*sample.problem)
+        if self.required:
+            found = [file.name for file in sample.fields]
+            missing = [name for name in self.required if name not in found]
+            if missing:
+                raise SampleError(
+                    "incomplete", f"it has {', '.join(found) or 'no files'}; Schema.required asks for {', '.join(missing)} too"
+                )
         left_out: Counter[str] = Counter()
         names: list[str] = []
         modalities: list[Modality] = []

@@ -12,15 +12,16 @@ Parts of a shard share where its samples begin; one that is packed or remote is 
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, suppress
 from dataclasses import replace
 from os import getpid
-from typing import cast
+from typing import TYPE_CHECKING, cast
 from urllib.parse import urlsplit
 
 from treadle.pipeline.cache import ShardCache
-from treadle.pipeline.grouping import Grouping, RawField, RawSample, ShardError, whole_sample
+from treadle.pipeline.grouping import Grouping, ShardError, whole_sample
+from treadle.pipeline.raw_sample import RawField, RawSample, sizes_of
 from treadle.pipeline.retry import RetryPolicy
 from treadle.pipeline.sample_table import BoundedStream, SampleTable, local_table
 from treadle.pipeline.shard_counts import ShardCounts
@@ -30,6 +31,9 @@ from treadle.pipeline.sub_lane import Held
 from treadle.pipeline.tar import CHUNK_BYTES, MAX_MEMBER_BYTES, MemberReader, TarError
 from treadle.pipeline.tar_header import BLOCK_BYTES, TAR_KINDS, is_header
 from treadle.pipeline.unpack import Peekable, UnpackedStream, UnpackError, unpacked
+
+if TYPE_CHECKING:
+    from treadle.pipeline.connections import Connections
 
 __all__ = ["RawField", "RawSample", "Shard", "ShardError"]
 
@@ -100,6 +104,7 @@ class Shard:
         max_member_bytes: a longer file refuses its sample as `too_large`.
         counts: where to count what was skipped, and to warn of it; its own by default.
         closing: once set, a remote read gives up.
+        connections: where connections to HTTP servers wait between requests.
         cache: where a remote shard is kept when it is read whole, and looked for first.
     """
 
@@ -111,6 +116,7 @@ class Shard:
         max_member_bytes: int = MAX_MEMBER_BYTES,
         counts: ShardCounts | None = None,
         closing: threading.Event | None = None,
+        connections: "Connections | None" = None,
         cache: ShardCache | None = None,
     ) -> None:
         self.url = url
@@ -119,6 +125,7 @@ class Shard:
         self._max_member_bytes = max_member_bytes
         self._counts = counts or ShardCounts()
         self._closing = closing
+        self._connections = connections
         self._packed: bool | None = None
 
     @property
@@ -137,18 +144,35 @@ class Shard:
         Raises:
             ShardError: after every complete sample before a damage, or before what cannot be read.
         """
+        with closing(self.runs(part=part, parts=parts, index=index, offset=offset, spools=spools)) as runs:
+            for run in runs:
+                yield from cast(Sequence[RawSample], run)
+
+    def runs(
+        self, *, part: int = 0, parts: int = 1, index: int = 0, offset: int = 0, spools: Spools | None = None, references: bool = False
+    ) -> Generator[Sequence[RawSample | Held], None, None]:
+        """`samples` in lists, as they came into memory together.
+
+        Args:
+            references: the large ones of a plain local shard in parts by reference alone: whoever decodes one reads it, and nobody
+                holds it before.
+
+        Raises:
+            ShardError: as `samples`.
+        """
         if not 0 <= part < parts or index < 0 or offset < 0:
             raise ValueError(f"part {part} of {parts} from sample {index} at byte {offset}: part must lie below parts, none be negative")
         if parts > 1:
             path = local_path(self.url)
             if path is not None and not self._is_packed():
-                for sample in self._plain_local(path, part, parts, index, offset, False):
-                    yield cast(RawSample, sample)
+                yield from self._plain_local(path, part, parts, index, offset, references)
                 return
             if spools is not None:
-                for sample in self._spooled(spools, part, parts, index, offset):
-                    yield cast(RawSample, sample)
+                yield from self._spooled(spools, part, parts, index, offset)
                 return
+        yield from self._forward(part, parts, index, offset)
+
+    def _forward(self, part: int, parts: int, index: int, offset: int) -> Iterator[Sequence[RawSample]]:
         counts: Counter[str] = Counter()
         stream = self._open(offset)
         try:
@@ -156,25 +180,10 @@ class Shard:
                 stream, offset=offset, want=lambda member: grouping.wanted(member), max_member_bytes=self._max_member_bytes
             )
             grouping = Grouping(reader, counts, index=index, part=part, parts=parts)
-            yield from grouping.samples()
+            yield from grouping.runs()
         finally:
             stream.close()
             self._counts.note(self.url, counts)
-
-    def entries(
-        self, *, part: int = 0, parts: int = 1, index: int = 0, offset: int = 0, spools: Spools | None = None
-    ) -> Iterator[RawSample | Held]:
-        """`samples`, the large ones of a plain local shard in parts by reference alone: whoever decodes one reads it, and nobody holds it before.
-
-        Raises:
-            ShardError: as `samples`.
-        """
-        path = local_path(self.url)
-        if parts > 1 and path is not None and not self._is_packed():
-            return self._plain_local(path, part, parts, index, offset, True)
-        if parts > 1 and spools is not None:
-            return self._spooled(spools, part, parts, index, offset)
-        return self.samples(part=part, parts=parts, index=index, offset=offset, spools=spools)
 
     def sample_at(self, index: int, offset: int, size: int) -> RawSample:
         """Sample `index`, which takes `size` bytes from `offset`. In a packed shard, ask in ascending order: going back starts anew.
@@ -279,14 +288,16 @@ class Shard:
     def _stream(self, offset: int = 0, length: int | None = None) -> ByteStream:
         if self._cache is not None:
             return self._cache.open(self.url, self._store, offset, length)
-        return open_stream(self.url, offset, policy=self._policy, length=length, closing=self._closing)
+        return open_stream(self.url, offset, policy=self._policy, length=length, closing=self._closing, connections=self._connections)
 
     def _store(self, offset: int, length: int | None) -> RemoteStream:
-        stream = open_stream(self.url, offset, policy=self._policy, length=length, closing=self._closing)
+        stream = open_stream(self.url, offset, policy=self._policy, length=length, closing=self._closing, connections=self._connections)
         assert isinstance(stream, RemoteStream)
         return stream
 
-    def _plain_local(self, path: str, part: int, parts: int, index: int, offset: int, references: bool) -> Iterator[RawSample | Held]:
+    def _plain_local(
+        self, path: str, part: int, parts: int, index: int, offset: int, references: bool
+    ) -> Iterator[Sequence[RawSample | Held]]:
         try:
             table = local_table(path, index, offset)
             stream = LocalStream(self.url, path)
@@ -296,7 +307,7 @@ class Shard:
             raise ShardError(error.kind, offset, error.detail) from None
         yield from self._located(table, stream, part, parts, index, references)
 
-    def _spooled(self, spools: Spools, part: int, parts: int, index: int, offset: int) -> Iterator[RawSample | Held]:
+    def _spooled(self, spools: Spools, part: int, parts: int, index: int, offset: int) -> Iterator[Sequence[RawSample | Held]]:
         shared = spools.join(self.url, self._open, index, offset)
         try:
             yield from self._located(shared.table, SpoolStream(shared.spool, offset), part, parts, index, False)
@@ -305,7 +316,7 @@ class Shard:
 
     def _located(
         self, table: SampleTable, stream: ByteStream, part: int, parts: int, index: int, references: bool
-    ) -> Iterator[RawSample | Held]:
+    ) -> Iterator[Sequence[RawSample | Held]]:
         slices = _slices(self.url, self._max_member_bytes)
         whole_bytes = min(CHUNK_BYTES, self._max_member_bytes)
         table.join()
@@ -313,16 +324,21 @@ class Shard:
             index += (part - index) % parts
             while (found := table.window(index, stream)) is not None:
                 window, samples = found
+                mine = None if samples is None else samples[index - window.first :: parts]
+                if mine and max(sizes_of(mine)) <= whole_bytes:
+                    yield mine
+                    index += parts * len(mine)
+                    continue
                 for place in range(index - window.first, window.count, parts):
                     if samples is not None and (sample := samples[place]).size <= whole_bytes:
-                        yield sample
+                        yield [sample]
                     elif references:
                         start, end = table.span(index)
-                        yield Held(index, start, end - start)
+                        yield [Held(index, start, end - start)]
                     else:
                         start, end = table.span(index)
                         stream.position = start
-                        yield self._one(stream, slices, index, start, end - start)
+                        yield [self._one(stream, slices, index, start, end - start)]
                     index += parts
         except (StorageError, UnpackError) as error:
             raise ShardError(error.kind, error.offset, error.detail) from None

@@ -227,7 +227,8 @@ class Source:
     weight: float = 1.0
     """Share of the blend, relative to the other sources' weights."""
     repeat: bool = False
-    """Whether it begins again at its end for as long as others go on; it then never ends a lane."""
+    """What becomes of it once its epochs are over: False stops it, and its share goes to the others; True begins it again for as long as
+    others go on, and it then never ends a lane."""
 
     def __post_init__(self) -> None:
         if isinstance(self.urls, os.PathLike):

@@ -12,7 +12,7 @@ A rank's state holds its own lanes; merged, the states of all ranks hold every l
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from treadle.pipeline.order import Cursor, Drawn, Ended, Held, OrderPlan, Ref, Standing
+from treadle.pipeline.pending import NUM_FIELDS
 from treadle.pipeline.sources import Manifest
 
 FORMAT: Final = 1
@@ -85,8 +86,10 @@ class Share(NamedTuple):
     pools: list[list[Ref]]
     pending: list[Pending]
     """In the packer's arrival order; in draw order where the lanes were dealt anew."""
-    packer: Columns | None
-    """The packer's own state; None where the lanes were dealt anew, and the bags are added to an empty packer."""
+    packer: Columns
+    """The packer's own state; where the lanes were dealt anew, what it knows of each bag, to add to an empty packer."""
+    exact: bool
+    """Whether the packer goes on where it was."""
 
 
 class Position:
@@ -128,23 +131,19 @@ class Position:
 
     def epochs(self) -> list[int | None]:
         """The epoch that each sub-lane stands in, None where it is over."""
-        return epochs_of(self._cursors)
+        return [None if over else epoch for _, _, _, _, _, epoch, over in self._cursors]
 
     def snapshot(self) -> Callable[[], Columns]:
         """What builds the columns of this very position, whenever they are asked for."""
-        return columns_of(self._lanes, (self._lane_draws.copy(), self._cursors.copy(), [refs.copy() for refs in self._pools]))
+        standing = self._lane_draws.copy(), self._cursors.copy(), [refs.copy() for refs in self._pools]
+        return columns_of(self._lanes, lambda: standing)
 
 
-def epochs_of(cursors: Sequence[Cursor]) -> list[int | None]:
-    """The epoch that each sub-lane stands in, None where it is over."""
-    return [None if over else epoch for _, _, _, _, _, epoch, over in cursors]
-
-
-def columns_of(lanes: Sequence[int], standing: Standing) -> Callable[[], Columns]:
-    """What builds the columns of where the lanes stand; the lists must not change any more."""
-    lane_draws, cursors, pools = standing
+def columns_of(lanes: Sequence[int], standing: Callable[[], Standing]) -> Callable[[], Columns]:
+    """What builds the columns of where the lanes stand; what `standing` answers must not change any more."""
 
     def columns() -> Columns:
+        lane_draws, cursors, pools = standing()
         table = np.array(cursors, np.int64).reshape(-1, len(_SUB_LANE_COLUMNS))
         built: Columns = {"lane": np.array(lanes, np.int32), "lane_draws": np.array(lane_draws, np.int64)}
         for place, name in enumerate(_SUB_LANE_COLUMNS):
@@ -378,7 +377,7 @@ class StreamState:
                 records = held[starts[sub_lane] : starts[sub_lane] + counts[sub_lane]]
                 pools.append(records)
         pending = [Pending(*bag) for bag in zip(*(columns[name].tolist() for name in _PENDING_COLUMNS), strict=True)]
-        packer: Columns | None = None
+        packer: Columns
         if same:
             place = self._ranks.index(rank)
             bounds = np.concatenate([[0], np.cumsum(columns["pending_count"].astype(np.int64))]).tolist()
@@ -386,8 +385,40 @@ class StreamState:
             prefix = f"packer/{rank}/"
             packer = {name.removeprefix(prefix): values for name, values in columns.items() if name.startswith(prefix)}
         else:
-            pending = sorted((bag for bag in pending if bag.lane % world_size == rank), key=lambda bag: (bag[:3], bag[3:]))
-        return Share([lane_draws[place] for place in own], share_cursors, pools, pending, packer)
+            places = sorted((place for place, bag in enumerate(pending) if bag.lane % world_size == rank), key=pending.__getitem__)
+            packer = _dealt(columns, self._ranks, places, len(pending))
+            pending = [pending[place] for place in places]
+        return Share([lane_draws[place] for place in own], share_cursors, pools, pending, packer, same)
+
+
+def _dealt(columns: Columns, ranks: Sequence[int], places: Sequence[int], count: int) -> Columns:
+    """What the packers of `ranks` know of the bags at `places` of all `count` that wait in them: item lengths and demands.
+
+    Raises:
+        ValueError: the packers' columns do not belong together.
+    """
+    items: list[int] = []
+    lengths: list[int] = []
+    demands: list[list[int]] = []
+    # Packed batches have no packer behind them.
+    for rank in ranks if count else ():
+        try:
+            of_rank = {name: columns[f"packer/{rank}/{name}"] for name in ("bag_items", "item_length", "demand", "bag_demand")}
+            table = of_rank["demand"].reshape(-1, NUM_FIELDS)[of_rank["bag_demand"]]
+        except (KeyError, ValueError, IndexError) as error:
+            raise ValueError(f"stream state: the packer of rank {rank} does not say what its bags take: {error}") from None
+        items += of_rank["bag_items"].tolist()
+        lengths += of_rank["item_length"].tolist()
+        demands += table.tolist()
+    if not len(items) == len(demands) == count or sum(items) != len(lengths) or min(items, default=0) < 0:
+        raise ValueError(f"stream state: {count} bags wait, the packers know of {len(items)} with {len(lengths)} items")
+    starts = [0, *accumulate(items)]
+    return {
+        "bag_items": np.array([items[place] for place in places], np.int64),
+        "item_length": np.array([length for place in places for length in lengths[starts[place] : starts[place + 1]]], np.int64),
+        "demand": np.array([demands[place] for place in places], np.int64).reshape(-1),
+        "bag_demand": np.arange(len(places)),
+    }
 
 
 def _check_columns(columns: Columns, world_size: int, manifest: Manifest) -> None:

@@ -15,10 +15,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from stat import S_ISREG
 from types import TracebackType
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
 from urllib.parse import parse_qsl, quote, unquote, urlsplit, urlunsplit
 
 from treadle.pipeline.retry import RetryPolicy
+
+if TYPE_CHECKING:
+    from treadle.pipeline.connections import Connections
 
 logger = logging.getLogger(__name__)
 
@@ -249,6 +252,10 @@ class RangeSource(Protocol):
         """Forgets connections and whatever else a fault may have spoilt."""
         ...
 
+    def close(self) -> None:
+        """Lets go of connections; those that others may use are left to them."""
+        ...
+
 
 class RemoteStream(ByteStream):
     """A remote object, read again from where it broke."""
@@ -337,7 +344,7 @@ class RemoteStream(ByteStream):
         raise self._broken
 
     def close(self) -> None:
-        self._source.reset()
+        self._source.close()
 
 
 def range_stop(position: int, stop: int | None, size: int | None) -> int:
@@ -407,6 +414,7 @@ def open_stream(
     policy: RetryPolicy | None = None,
     length: int | None = None,
     closing: threading.Event | None = None,
+    connections: "Connections | None" = None,
 ) -> ByteStream:
     """The bytes of `url` from `offset` on.
 
@@ -416,6 +424,7 @@ def open_stream(
         policy: how a broken read is tried again.
         length: how many bytes will be wanted, where that is known; a store is then asked for no more.
         closing: once set, waits end and a remote stream reads no more.
+        connections: where connections to HTTP servers wait between requests.
 
     Raises:
         ValueError: the scheme is refused or unknown.
@@ -428,7 +437,7 @@ def open_stream(
     if scheme_of(url) in ("http", "https") and "::" not in url:
         from treadle.pipeline.http_source import HttpSource
 
-        stream = RemoteStream(url, HttpSource(url, policy, closing), offset, policy, closing)
+        stream = RemoteStream(url, HttpSource(url, policy, closing, connections), offset, policy, closing)
     else:
         from treadle.pipeline.fsspec_source import FsspecSource
 

@@ -16,7 +16,8 @@ from typing import Any, Final, Self
 from treadle.decoders import DecodeOptions
 from treadle.pipeline.batch import PackedBatch
 from treadle.pipeline.cache import ShardCache
-from treadle.pipeline.feed import Feed, FeedConfig, OnStreamError
+from treadle.pipeline.feed import Feed
+from treadle.pipeline.feed_config import FeedConfig, OnStreamError
 from treadle.pipeline.layout import LateInteractionCapacities
 from treadle.pipeline.ledger import Ledger
 from treadle.pipeline.order import OrderPlan, SourcePlan
@@ -94,9 +95,9 @@ class ShardStream:
             shuffle_bytes: tar bytes past which lanes hold back no more, over all lanes; 0 derives 512 MiB.
             epochs: passes over each source that does not repeat; None never ends.
             threads: decoding threads; None derives one per CPU of this rank's share of the machine.
-            processes: decoding processes in place of threads; None derives as many where the shape has audio or video and
-                `options.isolate` is off, since those decoders get in each other's way in threads, and starts them once there has been
-                more than a little to decode; else 0.
+            processes: decoding processes in place of threads; None derives as many where the shape has audio or video, whose decoders get in
+                each other's way in threads, and starts them once there has been more than a little to decode; else 0. A process that a
+                codec crashes, or stalls past `options.max_wall_s`, costs that item alone.
             schema: which files are items, and how they relate.
             options: limits of the decoders.
             on_error: "quarantine" counts what cannot be read or decoded and goes on without it, "raise" stops there.
@@ -191,7 +192,7 @@ class ShardStream:
         return FeedConfig(
             plan=plan, urls=self._urls, manifest=manifest.to_json(), shape=self.shape, schema=schema, options=options,
             window=given["window"], max_edges=given["max_edges"], late_interaction=late, rank=self.rank, world_size=self.world_size,
-            **derived_workers(given["threads"], given["processes"], self.shape, options.isolate), on_error=given["on_error"],
+            **derived_workers(given["threads"], given["processes"], self.shape), on_error=given["on_error"],
             retry=given["retry"] or RetryPolicy(), cache=given["cache"],
             budget=Budget(max_quarantined=given["max_quarantined"], quarantine_probation=given["quarantine_probation"]),
         )  # fmt: skip
@@ -255,11 +256,10 @@ class ShardStream:
         share = state.deal(self.rank, self.world_size)
         if lanes != self.lanes:
             _warn_if_uneven(lanes, self.world_size)
+        feed = Feed(config, self._ledger, share)
         self._stop()
-        self._config = config
-        self._feed = Feed(config, self._ledger, share)
-        # Dealt anew, this rank's own state is known once its bags have been put into an empty packer: when first asked for.
-        self._loaded, self._state = state, None if share.packer is None else self._feed.state()
+        self._config, self._feed = config, feed
+        self._loaded, self._state = state, self._feed.state()
         self._failure, self._exhausted, self._told = None, False, False
 
     def split(self, number: int, count: int) -> "ShardStream":
@@ -366,7 +366,7 @@ class ShardStream:
         return _rebuilt, (self._sources, self.shape, self.rank, self.world_size, self._arguments, state)
 
 
-def derived_workers(threads: int | None, processes: int | None, shape: BatchShape, isolate: bool) -> dict[str, Any]:
+def derived_workers(threads: int | None, processes: int | None, shape: BatchShape) -> dict[str, Any]:
     """What decodes: `threads`, `processes` and `processes_after_s` of a `FeedConfig`, derived where they are None."""
     affinity = getattr(os, "sched_getaffinity", None)
     cpus = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
@@ -375,8 +375,8 @@ def derived_workers(threads: int | None, processes: int | None, shape: BatchShap
     share = max(1, cpus // max(1, int(ranks) if ranks.isdigit() else 1))
     after_s = 0.0
     if processes is None:
-        # Isolated, these decoders have processes already; threads that wait for them do not get in each other's way.
-        slow = not isolate and (shape.is_live(Modality.AUDIO) or shape.is_live(Modality.VIDEO))
+        # Decoders that go through FFmpeg need a process of their own anyhow (`options.isolate`); this saves them the way to another.
+        slow = shape.is_live(Modality.AUDIO) or shape.is_live(Modality.VIDEO)
         processes = share if threads is None and slow and share > 1 else 0
         after_s = PROCESSES_AFTER_S
     return {"threads": threads or share, "processes": processes, "processes_after_s": after_s}

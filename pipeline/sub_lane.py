@@ -3,13 +3,16 @@
 units g = lane, lane + L, ... --read--> [ o o o o o ] --keyed draw--> sample; the last one takes its place
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain, islice, repeat
 from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 from treadle.pipeline.draws import BLOCK_DRAWS, HOLD, DrawSequence, permutation
 from treadle.pipeline.order_plan import OrderPlan
+from treadle.pipeline.raw_sample import Single, Singles, alone
 
 DRY_EPOCHS = 3
 """A sub-lane without an end is over once so many whole epochs in a row gave it nothing."""
@@ -54,8 +57,8 @@ class UnitBrokenError(Exception):
 class Catalogue(Protocol):
     """Answers what a unit holds; the one thing that the order asks of the world."""
 
-    def read(self, source: int, shard: int, *, part: int, parts: int, index: int, offset: int) -> Iterator[Located]:
-        """The samples of part `part` of `parts` from sample `index` on, which begins at byte `offset`.
+    def read(self, source: int, shard: int, *, part: int, parts: int, index: int, offset: int) -> Iterator[Sequence[Located]]:
+        """The samples of part `part` of `parts` from sample `index` on, which begins at byte `offset`: in lists of what is at hand together.
 
         Raises:
             UnitBrokenError: while iterating, after the last sample before a damage.
@@ -65,6 +68,15 @@ class Catalogue(Protocol):
 
 Ref = tuple[int, int, int, int]
 """A held-back sample by reference: (shard, index, offset, size)."""
+
+
+Drawable = Located | Single
+"""A sample, or one whose place only its reference knows."""
+
+
+def whole(sample: Drawable, ref: Ref) -> Located:
+    """A sample with its place."""
+    return alone(sample, *ref[1:]) if isinstance(sample, tuple) else sample
 
 
 Cursor = tuple[int, int, int, int, int, int, bool]
@@ -86,6 +98,29 @@ cursor_of: Callable[["SubLane"], Cursor] = attrgetter("unit", "next_index", "nex
 """Where a sub-lane stands."""
 
 
+Trail = list[Ref | Cursor | int]
+"""What has happened to a sub-lane, in order: a reference came to the hold-back, a slot was drawn, or it stood at a cursor after anything else."""
+
+
+def position_after(cursor: Cursor, held: Sequence[Ref], trail: Trail, happened: int) -> tuple[Cursor, list[Ref]]:
+    """The cursor and the hold-back after the first `happened` entries of a trail."""
+    unit, next_index, next_offset, draws, taken, epoch, over = cursor
+    refs = list(held)
+    for entry in islice(trail, happened):
+        if isinstance(entry, int):
+            last = refs.pop()
+            if entry < len(refs):
+                refs[entry] = last
+            draws += 1
+            taken += 1
+        elif len(entry) == 4:
+            refs.append(entry)
+            next_index, next_offset = entry[1] + 1, entry[2] + entry[3]
+        else:
+            unit, next_index, next_offset, draws, taken, epoch, over = entry
+    return (unit, next_index, next_offset, draws, taken, epoch, over), refs
+
+
 class Fault(NamedTuple):
     """A unit that ended early."""
 
@@ -100,9 +135,9 @@ class SubLane:
     """One source within one lane."""
 
     __slots__ = (
-        "_catalogue", "_draws_of", "_faults", "_permutations", "_samples", "_shard", "_source", "_words",
-        "appended", "bytes", "depth", "depth_bytes", "draws", "end_unit", "epoch", "lanes", "next_index", "next_offset", "number", "over", "parts", "pool", "refs",
-        "taken", "unit", "units",
+        "_at", "_block", "_broken", "_catalogue", "_draws_of", "_faults", "_permutations", "_ready", "_runs", "_shard", "_source", "_words",
+        "appended", "bytes", "depth", "depth_bytes", "draws", "end_unit", "epoch", "lanes", "next_index", "next_offset", "number", "over", "parts", "pool",
+        "taken", "trail", "unit", "units",
     )  # fmt: skip
 
     def __init__(
@@ -113,10 +148,15 @@ class SubLane:
         self._permutations = permutations
         self._faults = faults
         self._draws_of = DrawSequence(plan.seed, HOLD, lane, source)
+        self._block = -1
         self._words: list[int] = []
         self.depth = plan.depth(source)
         self.depth_bytes = plan.depth_bytes(source)
-        self._samples: Iterator[Located] | None = None
+        self._runs: Iterator[Sequence[Located]] | None = None
+        # What is at hand of the unit, up to `_at` held back already, and the fault that comes after it.
+        self._ready: Sequence[Located] = ()
+        self._at = 0
+        self._broken: UnitBrokenError | None = None
         self._shard = 0
         self.number = number
         self.lanes = plan.lanes
@@ -124,9 +164,8 @@ class SubLane:
         self.units = plan.sources[source].shards * self.parts
         endless = plan.epochs is None or plan.sources[source].repeat
         self.end_unit = None if plan.epochs is None or endless else plan.epochs * self.units
-        # The hold-back twice over, place by place: the samples, and the references that a state keeps.
-        self.pool: list[Located] = []
-        self.refs: list[Ref] = []
+        # The hold-back: the samples, and the references that a state keeps.
+        self.pool: list[tuple[Drawable, Ref]] = []
         self.bytes = 0
         self.appended: list[Ref] | None = []
         self.unit = lane
@@ -134,88 +173,85 @@ class SubLane:
         # Every lane has a unit in every epoch, because units >= lanes: the first lies in epoch 0.
         self.epoch = 0
         self.over = False
+        self.trail: Trail = []
+        """What has happened since `begin_trail`, as long as draws do not say what they changed."""
 
     def restore(self, cursor: Cursor, refs: Sequence[Ref]) -> None:
         self.close()
         self.unit, self.next_index, self.next_offset, self.draws, self.taken, self.epoch, self.over = cursor
-        self._words = []
-        self.refs = list(refs)
-        self.pool = [Held(index, offset, size) for _, index, offset, size in refs]
+        self.pool = [(Held(ref[1], ref[2], ref[3]), ref) for ref in refs]
         self.bytes = sum([ref[3] for ref in refs])
 
+    def begin_trail(self) -> tuple[Cursor, list[Ref], Trail]:
+        """Where it stands, and the trail that begins there."""
+        self.trail = []
+        return cursor_of(self), [ref for _, ref in self.pool], self.trail
+
     def close(self) -> None:
-        samples, self._samples = self._samples, None
-        close = getattr(samples, "close", None)
+        runs, self._runs = self._runs, None
+        self._ready, self._at, self._broken = (), 0, None
+        close = getattr(runs, "close", None)
         if close is not None:
             close()
 
-    def open(self) -> Iterator[Located] | None:
-        """The unit being read; None at the end of the epoch or of the source."""
+    def open(self) -> bool:
+        """Opens the unit to be read; False at the end of the epoch or of the source."""
         unit = self.unit
-        if self._samples is None and not ((self.end_unit is not None and unit >= self.end_unit) or unit // self.units != self.epoch):
+        if self._runs is None and not ((self.end_unit is not None and unit >= self.end_unit) or unit // self.units != self.epoch):
             place, part = divmod(unit % self.units, self.parts)
             self._shard = self._permutations.at(self._source, self.epoch, place)
-            self._samples = self._catalogue.read(
+            self._runs = self._catalogue.read(
                 self._source, self._shard, part=part, parts=self.parts, index=self.next_index, offset=self.next_offset
             )
-        return self._samples
+        return self._runs is not None
+
+    def _at_hand(self) -> int:
+        """Samples of the open unit at hand, once more have been read where there was none; 0 where it ends or is broken."""
+        while self._at >= len(self._ready):
+            if self._runs is None or self._broken is not None:
+                return 0
+            try:
+                found = next(self._runs, None)
+            except UnitBrokenError as broken:
+                self._broken = broken
+                return 0
+            if found is None:
+                return 0
+            self._ready, self._at = found, 0
+        return len(self._ready) - self._at
 
     def fill(self) -> bool:
         """Holds back what there is room for; whether anything is held."""
-        pool, refs, appended = self.pool, self.refs, self.appended
+        pool = self.pool
+        came = (self.trail if self.appended is None else self.appended).append
         depth, depth_bytes, size = self.depth, self.depth_bytes, self.bytes
         while len(pool) < depth and (size < depth_bytes or not pool):
-            samples = self._samples or self.open()
-            if samples is None:
+            if self._runs is None and not self.open():
                 # The end of the epoch.
                 break
-            shard = self._shard
-            try:
-                for sample in samples:
-                    ref = (shard, sample.index, sample.offset, sample.size)
-                    pool.append(sample)
-                    refs.append(ref)
-                    if appended is not None:
-                        appended.append(ref)
-                    size += ref[3]
-                    self.next_index, self.next_offset = ref[1] + 1, ref[2] + ref[3]
-                    if len(pool) >= depth or size >= depth_bytes:
-                        break
-                else:
-                    self._next_unit()
-            except UnitBrokenError as broken:
-                self._broke(broken)
+            if not self._at_hand():
+                self._leave()
+                continue
+            sample = self._ready[self._at]
+            self._at += 1
+            ref = (self._shard, sample.index, sample.offset, sample.size)
+            pool.append((sample, ref))
+            came(ref)
+            size += ref[3]
+            self.next_index, self.next_offset = ref[1] + 1, ref[2] + ref[3]
         self.bytes = size
         return bool(pool)
 
-    def fill_one(self) -> bool:
-        """`fill` where all but one are held, which is how every draw but a lane's first finds it."""
-        if self._samples is None or self.appended is not None:
-            return self.fill()
-        try:
-            sample = next(self._samples, None)
-        except UnitBrokenError as broken:
-            self._broke(broken)
-            return self.fill()
-        if sample is None:
-            self._next_unit()
-            return self.fill()
-        index, offset, size = sample.index, sample.offset, sample.size
-        self.pool.append(sample)
-        self.refs.append((self._shard, index, offset, size))
-        self.bytes += size
-        self.next_index, self.next_offset = index + 1, offset + size
-        return True
-
-    def _broke(self, broken: UnitBrokenError) -> None:
-        part = self.unit % self.units % self.parts
-        self._faults.append(Fault(self._source, self.epoch, self._shard, part, broken.fault))
-        self._next_unit()
-
-    def _next_unit(self) -> None:
+    def _leave(self) -> None:
+        """Goes on to the next unit, from the end of this one or from where it is broken."""
+        if self._broken is not None:
+            part = self.unit % self.units % self.parts
+            self._faults.append(Fault(self._source, self.epoch, self._shard, part, self._broken.fault))
         self.close()
         self.unit += self.lanes
         self.next_index = self.next_offset = 0
+        if self.appended is None:
+            self.trail.append(cursor_of(self))
 
     def roll(self, moves: list[Move]) -> bool:
         """Fills, going on to the next epoch where the current one is drained; False when nothing will come any more."""
@@ -234,8 +270,10 @@ class SubLane:
                 dry += 1
                 self.epoch = self.unit // self.units
                 self.taken = 0
-                if self.fill():
-                    break
+            if self.appended is None:
+                self.trail.append(cursor_of(self))
+            if not self.over and self.fill():
+                break
         self.record(moves, -1)
         return not self.over
 
@@ -247,19 +285,79 @@ class SubLane:
 
     def draw(self) -> tuple[int, Located, Ref]:
         """Draws one of the held-back samples, which `fill` or `roll` has found: its slot, the sample, its reference."""
-        pool, refs, draws = self.pool, self.refs, self.draws
-        place = draws % BLOCK_DRAWS
-        if not place or not self._words:
-            self._words = self._draws_of.block(draws // BLOCK_DRAWS)
-        slot = self._words[place] * len(pool) >> 32
-        self.draws = draws + 1
+        pool = self.pool
+        slot = self._drawn(self.draws) * len(pool) >> 32
+        self.draws += 1
         self.taken += 1
-        sample, ref = pool[slot], refs[slot]
-        last, last_ref = pool.pop(), refs.pop()
+        sample, ref = pool[slot]
+        last = pool.pop()
         if slot < len(pool):
-            pool[slot], refs[slot] = last, last_ref
+            pool[slot] = last
+        if self.appended is None:
+            self.trail.append(slot)
         self.bytes -= ref[3]
-        return slot, sample, ref
+        return slot, whole(sample, ref), ref
+
+    def _drawn(self, draw: int) -> int:
+        """The word of a draw."""
+        block, place = divmod(draw, BLOCK_DRAWS)
+        if block != self._block:
+            self._words, self._block = self._draws_of.block(block), block
+        return self._words[place]
+
+    def steady(self, most: int, most_bytes: int) -> int:
+        """How many draws, up to `most`, each take one sample of the open unit to the hold-back before and change nothing else.
+
+        The samples taken are one, or no more than `most_bytes` together.
+        """
+        if len(self.pool) != self.depth - 1 or self._runs is None:
+            return 0
+        most = min(most, self._at_hand(), BLOCK_DRAWS - self.draws % BLOCK_DRAWS)
+        ready, at = self._ready, self._at
+        sizes = ready.sizes[at : at + most] if isinstance(ready, Singles) else [sample.size for sample in ready[at : at + most]]
+        size = sum(sizes)
+        if size > most_bytes:
+            most = max(1, bisect_right(list(accumulate(sizes)), most_bytes))
+        return most if self.bytes + size < self.depth_bytes else 0
+
+    def draw_steadily(self, count: int) -> list[tuple[Drawable, Ref]]:
+        """`fill` and `draw`, `count` times, which `steady` has answered: the samples drawn, with their references."""
+        pool, last, shard = self.pool, self.depth - 1, self._shard
+        coming = self._ready[self._at : self._at + count]
+        samples: Sequence[Drawable] = coming
+        if isinstance(coming, Singles):
+            refs = list(zip(repeat(shard), coming.indices, coming.offsets, coming.sizes, strict=False))
+            samples = coming.bare()
+        else:
+            refs = [(shard, sample.index, sample.offset, sample.size) for sample in coming]
+        self._drawn(self.draws)
+        first = self.draws % BLOCK_DRAWS
+        slots = [word * self.depth >> 32 for word in self._words[first : first + count]]
+        drawn: list[tuple[Drawable, Ref]] = []
+        for entry, slot in zip(zip(samples, refs, strict=True), slots, strict=True):
+            if slot < last:
+                drawn.append(pool[slot])
+                pool[slot] = entry
+            else:
+                drawn.append(entry)
+        self._at += count
+        self.draws += count
+        self.taken += count
+        self.trail += chain.from_iterable(zip(refs, slots, strict=True))
+        self.next_index, self.next_offset = refs[-1][1] + 1, refs[-1][2] + refs[-1][3]
+        self.bytes += sum([ref[3] for ref in refs]) - sum([ref[3] for _, ref in drawn])
+        return drawn
+
+    def moves(self, count: int) -> list[Move]:
+        """What each of the last `count` steady draws changed."""
+        refs, slots = self.trail[len(self.trail) - 2 * count :: 2], self.trail[len(self.trail) - 2 * count + 1 :: 2]
+        draws, taken = self.draws - count, self.taken - count
+        moves: list[Move] = []
+        for number, (ref, slot) in enumerate(zip(refs, slots, strict=True), 1):
+            assert isinstance(ref, tuple) and len(ref) == 4 and isinstance(slot, int)
+            cursor = (self.unit, ref[1] + 1, ref[2] + ref[3], draws + number, taken + number, self.epoch, self.over)
+            moves.append((self.number, [ref], slot, cursor))
+        return moves
 
 
 class Permutations:

@@ -5,13 +5,16 @@ labelled; the following ones differ in their bytes and their ids alone. The resu
 microseconds in place of a hundred.
 """
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 
 from treadle.decoders import DecodeError, DecodeOptions, decode
-from treadle.pipeline.bag import DecodedBag, TextBag, TextForm, relation_columns
+from treadle.pipeline.bag import NO_RELATIONS, TextBag, TextForm, TextRun, relation_columns
 from treadle.pipeline.identity import mixed
 from treadle.pipeline.samples import SampleError, Schema
 from treadle.pipeline.shards import RawSample
+from treadle.pipeline.sub_lane import Drawable, Located
 from treadle.shape import BatchShape, Modality
 
 MAX_FORMS = 4096
@@ -29,31 +32,50 @@ class TextPath:
         self._longest = min(self._capacity, options.max_input_bytes)
         self._forms: dict[tuple[str, ...], TextForm | None] = {}
 
-    def bag(self, sample: RawSample, seed: int) -> DecodedBag | None:
+    def run(self, samples: Sequence[Drawable], seeds: Sequence[int], token: Callable[[int], object]) -> TextRun | None:
+        """The samples in columns, where each is one text of the same form; see `TextRun`."""
+        texts: list[bytes] = []
+        append, longest, form = texts.append, self._longest, None
+        known = ""
+        for sample in samples:
+            if isinstance(sample, tuple):
+                _, name, _, text = sample
+            elif isinstance(sample, RawSample) and len(sample.fields) == 1 and sample.problem is None:
+                name, _, text = sample.fields[0]
+            else:
+                return None
+            if name != known:
+                if known:
+                    return None
+                known, form = name, self._forms.get((name,))
+            if not 0 < len(text) <= longest:
+                return None
+            append(text)
+        if form is None or form.relations is not NO_RELATIONS:
+            return None
+        return TextRun(form, texts, seeds, token)
+
+    def bags(self, samples: Sequence[Located], seeds: Sequence[int]) -> list[TextBag]:
+        """The bags of as many of the first samples as have one this way."""
+        found: list[TextBag] = []
+        for sample, seed in zip(samples, seeds, strict=True):
+            bag = self.bag(sample, seed) if isinstance(sample, RawSample) else None
+            if bag is None:
+                break
+            found.append(bag)
+        return found
+
+    def bag(self, sample: RawSample, seed: int) -> TextBag | None:
         """What schema and decoder would make of the sample whose id `seed` is mixed to, or None where they have to."""
-        fields = sample.fields
-        names: tuple[str, ...]
-        texts: tuple[bytes, ...]
-        lengths: tuple[int, ...]
-        if len(fields) == 1:
-            # Captions alone, as a rule: one field, in locals.
-            name, _, text = fields[0]
-            names = (name,)
-            form = self._forms.get(names)
-            size = len(text)
-            if form is None or not 0 < size <= self._longest or sample.problem is not None:
-                return self._general(names, sample, seed)
-            lengths, texts = (size + 1,), (text,)
-        else:
-            names = tuple([field.name for field in fields])
-            form = self._forms.get(names)
-            texts = tuple([field.data for field in fields])
-            lengths = tuple([len(text) + 1 for text in texts])
-            if form is None or sample.problem is not None or min(lengths) < 2 or max(lengths) - 1 > self._longest:
-                return self._general(names, sample, seed)
+        names = tuple([field.name for field in sample.fields])
+        form = self._forms.get(names)
+        texts = tuple([field.data for field in sample.fields])
+        lengths = tuple([len(text) + 1 for text in texts])
+        if form is None or sample.problem is not None or min(lengths) < 2 or max(lengths) - 1 > self._longest:
+            return self._general(names, sample, seed)
         return TextBag(form, texts, lengths, seed)
 
-    def _general(self, names: tuple[str, ...], sample: RawSample, seed: int) -> DecodedBag | None:
+    def _general(self, names: tuple[str, ...], sample: RawSample, seed: int) -> TextBag | None:
         """The same for the first sample of a set of names, and for texts that do not fit a row."""
         most = self._options.max_input_bytes
         for field in sample.fields:

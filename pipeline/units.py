@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from treadle.pipeline.cache import ShardCache
 from treadle.pipeline.order import Held, Located, Ref, UnitBrokenError
@@ -20,7 +20,10 @@ from treadle.pipeline.samples import RawSample
 from treadle.pipeline.shard_counts import ShardCounts
 from treadle.pipeline.shards import Shard, ShardError
 from treadle.pipeline.spool import Spools
-from treadle.pipeline.storage import local_path
+from treadle.pipeline.storage import local_path, scheme_of
+
+if TYPE_CHECKING:
+    from treadle.pipeline.connections import Connections
 
 STRIDE_BYTES: Final = 2**19
 """Tar bytes of a unit that are read ahead at a time; a lane holds at most two such strides."""
@@ -100,6 +103,7 @@ class Units:
         self._shards: OrderedDict[str, Shard] = OrderedDict()
         self._executor: ThreadPoolExecutor | None = None
         self._runs: dict[tuple[str, int], _Run] = {}
+        self._connections: Connections | None = None
         self.waited_s = 0.0
         """Seconds that whoever reads has waited for remote shards."""
 
@@ -107,7 +111,7 @@ class Units:
         """Where a shard is."""
         return self._urls[source][shard]
 
-    def read(self, source: int, shard: int, *, part: int, parts: int, index: int, offset: int) -> Iterator[Located]:
+    def read(self, source: int, shard: int, *, part: int, parts: int, index: int, offset: int) -> Iterator[Sequence[Located]]:
         """The samples of a unit from `index` on; see `order.Catalogue`."""
         url = self.url(source, shard)
         # With as many ranks as parts, each rank reads one: nothing is there to share.
@@ -122,17 +126,18 @@ class Units:
 
     def expect(self, references: Iterable[tuple[int, Ref]]) -> None:
         """Samples, each with its source, that `fetch` will be asked for: neighbours are then fetched together."""
-        by_url: dict[str, set[tuple[int, int, int]]] = {}
+        by_shard: dict[tuple[int, int], set[tuple[int, int, int]]] = {}
         for source, (number, index, offset, size) in references:
-            by_url.setdefault(self._urls[source][number], set()).add((offset, index, size))
-        for url, found in by_url.items():
+            by_shard.setdefault((source, number), set()).add((offset, index, size))
+        for (source, number), found in by_shard.items():
+            url = self._urls[source][number]
             shard = self._shard(url)
-            if local_path(url) is not None and not shard.looks_packed:
+            packed = shard.looks_packed
+            if local_path(url) is not None and not packed:
                 continue
             run: _Run | None = None
             for offset, index, size in sorted(found):
-                apart = run is None or (not shard.looks_packed and (offset - run.end > GAP_BYTES or offset + size - run.start > RUN_BYTES))
-                if run is None or apart:
+                if run is None or (not packed and (offset - run.end > GAP_BYTES or offset + size - run.start > RUN_BYTES)):
                     run = _Run(shard, offset)
                 run.add(Held(index, offset, size))
                 self._runs[url, index] = run
@@ -148,7 +153,7 @@ class Units:
             return None
         return self._reading().submit(self._shard(url).sample_at, held.index, held.offset, held.size)
 
-    def _strides(self, executor: ThreadPoolExecutor, samples: Iterator[RawSample], coming: Future[Stride]) -> Iterator[RawSample]:
+    def _strides(self, executor: ThreadPoolExecutor, samples: Iterator[RawSample], coming: Future[Stride]) -> Iterator[Sequence[RawSample]]:
         most = FIRST_SAMPLES
         try:
             while True:
@@ -158,7 +163,8 @@ class Units:
                 if not at_end:
                     most = min(2 * most, STRIDE_SAMPLES)
                     coming = executor.submit(_stride, samples, most)
-                yield from read
+                if read:
+                    yield read
                 if fault is not None:
                     raise UnitBrokenError(fault) from fault
                 if at_end:
@@ -174,7 +180,13 @@ class Units:
     def _shard(self, url: str) -> Shard:
         shard = self._shards.get(url)
         if shard is None:
-            shard = self._shards[url] = Shard(url, policy=self._retry, counts=self._counts, closing=self._closing, cache=self._cache)
+            if self._connections is None and scheme_of(url) in ("http", "https"):
+                from treadle.pipeline.connections import Connections
+
+                self._connections = Connections()
+            shard = self._shards[url] = Shard(
+                url, policy=self._retry, counts=self._counts, closing=self._closing, connections=self._connections, cache=self._cache
+            )
             if len(self._shards) > MAX_SHARDS:
                 self._shards.popitem(last=False)[1].close()
         self._shards.move_to_end(url)
@@ -198,6 +210,8 @@ class Units:
         self._spools.close()
         while self._shards:
             self._shards.popitem()[1].close()
+        if self._connections is not None:
+            self._connections.close()
 
 
 @lru_cache(maxsize=1024)
@@ -215,9 +229,9 @@ def read_sample(url: str, held: Held, retry: RetryPolicy | None = None) -> RawSa
     return _opened(url, retry).sample_at(held.index, held.offset, held.size)
 
 
-def _directly(shard: Shard, part: int, parts: int, index: int, offset: int, spools: Spools | None) -> Iterator[Located]:
+def _directly(shard: Shard, part: int, parts: int, index: int, offset: int, spools: Spools | None) -> Iterator[Sequence[Located]]:
     try:
-        yield from shard.entries(part=part, parts=parts, index=index, offset=offset, spools=spools)
+        yield from shard.runs(part=part, parts=parts, index=index, offset=offset, spools=spools, references=True)
     except ShardError as error:
         raise UnitBrokenError(error) from error
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from treadle.decoders import DecodeOptions
 from treadle.pipeline.batch import PackedBatch
-from treadle.pipeline.feed import OnStreamError
+from treadle.pipeline.feed_config import OnStreamError
 from treadle.pipeline.layout import LateInteractionCapacities
 from treadle.pipeline.packer import Packer
 from treadle.pipeline.prepare import Place, Preparer, Read

@@ -112,6 +112,8 @@ class Site(ThreadingHTTPServer):
     """Serves `files` by ranges, and counts the bytes; while `down`, it answers 503."""
 
     daemon_threads = True
+    # Of five, which is the default, the sixth tries again after a second.
+    request_queue_size = 128
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Page)
@@ -120,7 +122,12 @@ class Site(ThreadingHTTPServer):
         self.asked = threading.Semaphore(0)
         """Released by each request."""
         self.requests = 0
+        self.connections = 0
         self.sent = 0
+
+    def get_request(self) -> tuple[Any, Any]:
+        self.connections += 1
+        return super().get_request()
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Clients that are closed leave in the middle of an answer."""
@@ -170,6 +177,8 @@ class Faulty(ThreadingHTTPServer):
     """Serves `files`, and `body` in place of any other; each request is first offered to `faults`, which pops what is to happen instead."""
 
     daemon_threads = True
+    # Of five, which is the default, the sixth tries again after a second.
+    request_queue_size = 128
 
     def __init__(self, context: ssl.SSLContext | None = None) -> None:
         super().__init__(("127.0.0.1", 0), FaultyHandler)

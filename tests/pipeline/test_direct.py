@@ -61,6 +61,32 @@ def test_it_gives_what_the_long_way_gives(tars: Any, tmp_path: Path, seed: int, 
     assert counts[0]["empty"] > 0
 
 
+def test_a_picture_in_the_midst_of_many_texts_is_no_hurdle(tars: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts drawn together with it, and after it, are packed in their turn; a state taken anywhere in between goes on alike."""
+    rng = random.Random(5)
+    for shard in range(8):
+        samples: list[tuple[str, dict[str, bytes]]] = [
+            (f"{shard}/{index}", {"txt": rng.randbytes(rng.choice([3, 20, 47]))}) for index in range(150)
+        ]
+        samples[rng.randrange(60, 120)] = (f"{shard}/p", {"png": tars.png(rng, 9, 9)})
+        tars.write_shard(tmp_path / f"{shard}.tar", samples)
+    urls = [str(path) for path in sorted(tmp_path.glob("*.tar"))]
+    monkeypatch.setattr(feed, "DIRECT_AFTER_SAMPLES", 5)
+    options: dict[str, Any] = {"lanes": 4, "shuffle": 12, "epochs": 1, "window": 1, "threads": 1}
+    with ShardStream(urls, tars.shape, **options) as stream:
+        found = [(batch, batch.state.to_bytes()) for batch in stream if batch.state is not None]
+    assert sum(batch.bags for batch, _ in found) == 8 * 150
+    for number in range(0, len(found), max(1, len(found) // 6)):
+        with ShardStream(urls, tars.shape, **options) as stream:
+            stream.load_state(found[number][1])
+            after = next(stream, None)
+            assert after == (found[number + 1][0] if number + 1 < len(found) else None)
+    monkeypatch.setattr(TextPath, "bag", lambda *_: None)
+    monkeypatch.setattr(TextPath, "run", lambda *_: None)
+    with ShardStream(urls, tars.shape, **options) as stream:
+        assert [(batch, batch.state.to_bytes()) for batch in stream if batch.state is not None] == found
+
+
 def test_ids_of_many_are_those_of_each() -> None:
     seeds = [sample_seed("a.tar", index) for index in range(50)] + [0, 2**64 - 1]
     counts = [1 + index % 4 for index in range(52)]

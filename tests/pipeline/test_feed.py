@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from treadle.decoders import DecodeError
-from treadle.pipeline.feed import NoSamplesError
+from treadle.pipeline.losses import NoSamplesError
 from treadle.pipeline.retry import RetryPolicy
 from treadle.pipeline.samples import SampleError, Schema
 from treadle.pipeline.shards import ShardError
@@ -313,3 +313,18 @@ def test_a_retry_policy_reaches_the_reads(tars: Any, site: Any) -> None:
     assert site.requests == 3
     assert stream.quarantine.counts == {"unreadable": 1}
     assert pickle.loads(pickle.dumps(stream))._arguments["retry"] == retry
+
+
+def test_halves_of_samples_are_told_where_fields_are_required(tars: Any, tmp_path: Path) -> None:
+    """A sample that is split over two shards, and two whose files are interleaved: halves as they stand, refused where both fields are required."""
+    picture = tars.png(random.Random(0), 8, 8)
+    first = [("0", {"txt": b"a", "png": picture}), ("1", {"png": picture})]
+    second = [("1", {"txt": b"b"}), ("2", {"txt": b"c", "png": picture})]
+    interleaved = [("3", {"txt": b"d"}), ("4", {"txt": b"e"}), ("3", {"png": picture}), ("4", {"png": picture})]
+    for number, samples in enumerate((first, second, interleaved)):
+        tars.write_shard(tmp_path / f"{number}.tar", samples)
+    for required, items, refused in ((), 10, {}), (("txt", "png"), 4, {"incomplete": 6}):
+        with ShardStream(str(tmp_path / "*.tar"), tars.shape, lanes=1, epochs=1, schema=Schema(required=required)) as stream:
+            assert sum(batch.segments for batch in stream) == items
+            assert stream.quarantine.counts == refused
+            assert stream.warnings["key_seen_again"] == 2

@@ -4,7 +4,7 @@ number of ranks, every sample once per epoch, and the same rest after any restor
 
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -22,18 +22,20 @@ class Shards:
 
     sizes: list[list[list[int]]]
     broken: dict[tuple[int, int], int] = field(default_factory=dict)
+    at_hand: int = 1
+    """Samples that come into memory together."""
     opened: int = 0
 
     def living(self, source: int, shard: int) -> int:
         return min(len(self.sizes[source][shard]), self.broken.get((source, shard), 1 << 30))
 
-    def read(self, source: int, shard: int, *, part: int, parts: int, index: int, offset: int) -> Iterator[Located]:
+    def read(self, source: int, shard: int, *, part: int, parts: int, index: int, offset: int) -> Iterator[Sequence[Located]]:
         self.opened += 1
         sizes = self.sizes[source][shard]
         assert offset == sum(sizes[:index])
-        for place in range(index, self.living(source, shard)):
-            if place % parts == part:
-                yield Held(place, sum(sizes[:place]), sizes[place])
+        places = [place for place in range(index, self.living(source, shard)) if place % parts == part]
+        for first in range(0, len(places), self.at_hand):
+            yield [Held(place, sum(sizes[:place]), sizes[place]) for place in places[first : first + self.at_hand]]
         if self.living(source, shard) < len(sizes):
             raise UnitBrokenError(OSError(f"shard {shard} of source {source}"))
 
@@ -163,6 +165,52 @@ def test_equals_the_plain_definition(seed: int) -> None:
             expected = plain_order(plan, shards, rank, world_size, 250)
             found = [ident_of(step) for step in run(Order(plan, shards, rank=rank, world_size=world_size), 250)]
             assert found == expected
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_rounds_are_single_draws_taken_together(seed: int) -> None:
+    """The same samples, keys and faults; any number of a round's samples consumed leaves the same standing; the rest can be followed."""
+    rng = random.Random(2000 + seed)
+    plan, shards = random_case(rng)
+    if seed % 2:
+        # Long shards in small hold-backs: lanes that take turns for many rounds.
+        sizes = [[rng.randint(1, 50) for _ in range(rng.choice([200, 230]))] for _ in range(13)]
+        plan, shards = OrderPlan(sources=(SourcePlan(shards=13),), seed=seed, lanes=8, shuffle=24, epochs=2), Shards([sizes], at_hand=30)
+    single, many = Order(plan, shards), Order(plan, shards)
+    for order in (single, many):
+        order.record_moves(False)
+    longest = seen = 0
+    while seen < 1500 and (rounds := many.rounds()) is not None:
+        count = len(rounds.refs)
+        seen += count
+        longest = max(longest, count)
+        stop = rng.choice([1, count, rng.randint(1, count)])
+        rest = many.rest([Held(*ref[1:]) for ref in rounds.refs[stop:]])
+        steps: list[Drawn] = []
+        standing = single.standing()()
+        for place in range(count):
+            step = single.advance()
+            assert isinstance(step, Drawn)
+            assert rounds.token(place)[:5] == (*step.key, step.epoch, step.source)
+            assert rounds.refs[place] == (step.shard, step.sample.index, step.sample.offset, step.sample.size)
+            assert [fault[:4] for fault in step.faults] == [fault[:4] for fault in many.take_faults()]
+            if place + 1 == stop:
+                standing = single.standing()()
+                assert many.standing(count - stop)() == standing
+            steps.append(step)
+        lane_draws, cursors, pools = standing
+        for step, followed in zip(steps[stop:], rest, strict=True):
+            assert (followed.key, followed.lane_draws) == (step.key, step.lane_draws)
+            ((number, appended, slot, cursor),) = followed.moves
+            pools[number] += appended
+            last = pools[number].pop()
+            if slot < len(pools[number]):
+                pools[number][slot] = last
+            cursors[number] = cursor
+            lane_draws[followed.key[2]] = followed.lane_draws
+        assert (lane_draws, cursors, pools) == single.standing()()
+    assert seen >= 1500 or isinstance(single.advance(), Ended)
+    assert longest >= 100 or not seed % 2
 
 
 @pytest.mark.parametrize("seed", range(16))

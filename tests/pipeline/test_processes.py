@@ -1,23 +1,35 @@
 """pipeline/processes.py and decode_process.py: results through shared memory, in order, past the ring's edge and its size; a process
-that dies is told; scripts without a guard work; nothing is left behind.
+that dies costs an item; scripts without a guard work; nothing is left behind.
 """
 
+import importlib
+import io
+import json
 import math
+import multiprocessing
 import os
+import random
+import signal
 import subprocess
 import sys
+import tarfile
+import threading
 import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from treadle.decoders import DecodeOptions
 from treadle.pipeline import decode_process
-from treadle.pipeline.decode_process import RING_BYTES
+from treadle.pipeline.decode_process import LARGE_BYTES, RING_BYTES, receive_whole, send_whole
+from treadle.pipeline.prepare import Preparer
 from treadle.pipeline.processes import Processes, WorkerDiedError
-from treadle.pipeline.stream import derived_workers
+from treadle.pipeline.samples import Schema
+from treadle.pipeline.stream import ShardStream, derived_workers
 
 
 def same(task: Any) -> Any:
@@ -49,6 +61,25 @@ def test_what_does_not_fit_the_ring_comes_over_the_socket() -> None:
         assert np.array_equal(pool.submit([9999]).result(timeout=60)[0][0], np.arange(9999))
     finally:
         pool.shutdown()
+
+
+def test_large_contents_are_sent_from_where_they_lie() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    size = 2**25
+    value = {"a": [bytes(range(256)) * (size // 256), "b"], "c": b"small", "d": bytes(LARGE_BYTES)}
+    with ours, theirs:
+        received: list[Any] = []
+        receiver = threading.Thread(target=lambda: received.append(receive_whole(theirs)))
+        receiver.start()
+        tracemalloc.start()
+        try:
+            send_whole(ours, value)
+            receiver.join()
+            # The receiver, here in the same process, holds one copy, for which its buffer grows by an eighth at a time.
+            assert tracemalloc.get_traced_memory()[1] < 1.5 * (size + LARGE_BYTES)
+        finally:
+            tracemalloc.stop()
+        assert received == [value]
 
 
 def test_without_shared_memory_it_works_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,17 +117,178 @@ def test_a_task_that_cannot_be_prepared_is_told() -> None:
         pool.shutdown()
 
 
-def test_a_worker_that_dies_fails_what_it_had_and_what_waits() -> None:
+def test_a_worker_that_dies_costs_what_it_had_and_another_takes_its_place() -> None:
     pool = Processes[Any, Any](os._exit, 1, same)
     try:
-        futures = [pool.submit([3]) for _ in range(5)]
+        futures = [pool.submit([3]) for _ in range(3)]
         for future in futures:
             with pytest.raises(WorkerDiedError):
                 future.result(timeout=60)
-        with pytest.raises(WorkerDiedError):
-            pool.submit([3]).result(timeout=60)
+        # What it does not accept is an error of the work's own, from a worker that lives.
+        with pytest.raises(TypeError):
+            pool.submit(["x"]).result(timeout=60)
     finally:
         pool.shutdown()
+
+
+def test_workers_that_end_as_they_start_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("treadle.pipeline.processes._PROGRAM", "raise SystemExit(3)")
+    pool = Processes[Any, Any](math.isqrt, 2, same)
+    try:
+        futures = [pool.submit([4]) for _ in range(5)]
+        for future in [*futures, pool.submit([4])]:
+            with pytest.raises(WorkerDiedError):
+                future.result(timeout=60)
+    finally:
+        pool.shutdown()
+
+
+def test_a_worker_that_cannot_be_replaced_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any, **__: Any) -> None:
+        raise OSError("no more processes")
+
+    pool = Processes[Any, Any](math.isqrt, 1, same)
+    try:
+        assert pool.submit([4]).result(timeout=60)[0] == [2]
+        monkeypatch.setattr(subprocess, "Popen", refused)
+        os.kill(pool.pids[0], signal.SIGKILL)
+        with pytest.raises(WorkerDiedError):
+            pool.submit([9]).result(timeout=60)
+    finally:
+        pool.shutdown()
+
+
+WORK = """
+import os, signal, time
+from treadle.decoders import DecodeError
+
+class Work:
+    \"\"\"Of each task the items, but for those that end the process, which are the kinds of the errors in their place.\"\"\"
+
+    def __call__(self, task):
+        return task
+
+    def watched(self, watch):
+        watch.limit(0.1)
+        def work(task):
+            found = []
+            for item, what in enumerate(task):
+                try:
+                    with watch.item(item):
+                        if what == "killed":
+                            os.kill(os.getpid(), signal.SIGKILL)
+                        if what == "crashed":
+                            os.abort()
+                        while what == "for ever":
+                            pass
+                        found.append(what)
+                except DecodeError as error:
+                    found.append(error.kind)
+            if "between items" in task:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return found
+        return work
+"""
+
+
+@pytest.fixture(name="work")
+def work_fixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    (tmp_path / "ending_work.py").write_text(WORK)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return importlib.import_module("ending_work").Work()
+
+
+def test_an_item_that_ends_its_worker_costs_itself_alone(work: Any) -> None:
+    pool = Processes[Any, Any](work, 1, same)
+    try:
+        chunks = [[["a", "killed", "b"], ["c"]], [["d"], ["crashed", "for ever", "e"]], [["f"]], [["killed"], ["killed", "g"]]]
+        futures = [pool.submit(chunk) for chunk in chunks]
+        assert [future.result(timeout=120)[0] for future in futures] == [
+            [["a", "too_large", "b"], ["c"]],
+            [["d"], ["corrupt", "timeout", "e"]],
+            [["f"]],
+            [["too_large"], ["too_large", "g"]],
+        ]
+        assert len(pool.pids) == 1
+    finally:
+        pool.shutdown()
+
+
+def test_a_chunk_that_ends_workers_outside_its_items_is_told_and_costs_no_other(work: Any) -> None:
+    pool = Processes[Any, Any](work, 1, same)
+    try:
+        bad, good = pool.submit([["a"], ["between items"]]), pool.submit([["b"]])
+        with pytest.raises(WorkerDiedError):
+            bad.result(timeout=120)
+        assert good.result(timeout=60)[0] == [["b"]]
+    finally:
+        pool.shutdown()
+
+
+def test_idle_workers_that_are_killed_cost_nothing(work: Any) -> None:
+    pool = Processes[Any, Any](work, 2, same)
+    try:
+        assert pool.submit([["a"]]).result(timeout=60)[0] == [["a"]]
+        for pid in pool.pids:
+            os.kill(pid, signal.SIGKILL)
+        assert [pool.submit([[letter]]).result(timeout=60)[0] for letter in "bcd"] == [[["b"]], [["c"]], [["d"]]]
+    finally:
+        pool.shutdown()
+
+
+def test_in_a_decode_process_nothing_is_isolated_again(tars: Any) -> None:
+    preparer = Preparer(Schema(), tars.shape, DecodeOptions(max_wall_s=7.0))
+    watched: Any = preparer.watched(decode_process.Watch(np.zeros(8, np.int64)))
+    assert preparer.options.isolate
+    assert watched.func.options == DecodeOptions(max_wall_s=7.0, isolate=False)
+
+
+def test_a_worker_killed_within_an_item_costs_a_stream_that_item(tars: Any, tmp_path: Path) -> None:
+    """The batches, and every state, are those of a run in which that one item is damaged."""
+    rng = random.Random(0)
+    samples = [(f"k{number}", tars.mixed_sample(rng)) for number in range(30)]
+    # Half a second to decode: time enough to meet it.
+    noise = np.random.default_rng(0).integers(0, 256, (2600, 2600, 3), np.uint8)
+    out = io.BytesIO()
+    Image.fromarray(noise).save(out, "png", compress_level=1)
+    samples.insert(11, ("long", {"txt": b"a text beside it", "png": out.getvalue()}))
+    path = tmp_path / "0.tar"
+    tars.write_shard(path, samples)
+
+    def make(name: str, **more: Any) -> ShardStream:
+        return ShardStream(str(path), tars.shape, lanes=3, shuffle=9, epochs=1, window=2, quarantine=tmp_path / name, **more)
+
+    def kill() -> None:
+        ahead = stream._running().ahead
+        while not killed and not ended.wait(0.05):
+            met = [(worker, worker.at()) for worker in list(ahead._away._workers)] if ahead._away is not None else []
+            ended.wait(0.05)
+            for worker, at in met:
+                if at is not None and worker.at() == at and not killed:
+                    killed.append(worker.pid)
+                    os.kill(worker.pid, signal.SIGKILL)
+
+    killed: list[int] = []
+    ended = threading.Event()
+    with make("killed.jsonl", processes=1) as stream:
+        killer = threading.Thread(target=kill)
+        killer.start()
+        try:
+            found = tars.run(stream)
+        finally:
+            ended.set()
+            killer.join()
+        assert len(killed) == 1 and stream.quarantine.counts == {"too_large": 1}
+    lost = json.loads((tmp_path / "killed.jsonl").read_text())
+    with tarfile.open(path) as tar:
+        member = tar.getmember(lost["member"])
+    with path.open("r+b") as file:
+        file.seek(member.offset_data)
+        file.write(bytes(member.size))
+    with make("damaged.jsonl", threads=1) as stream:
+        assert tars.run(stream) == found
+    damaged = json.loads((tmp_path / "damaged.jsonl").read_text())
+    assert [damaged[name] for name in ("key", "member", "offset")] == [lost[name] for name in ("key", "member", "offset")]
 
 
 def test_shutdown_ends_a_worker_that_waits_for_room() -> None:
@@ -149,28 +341,26 @@ def test_a_script_without_a_guard_works_and_leaves_no_process(tars: Any, tmp_pat
 
 
 def test_processes_take_over_from_threads_without_changing_a_byte(tars: Any, mixed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = tars.run(mixed(options=DecodeOptions(isolate=False)))
+    expected = tars.run(mixed())
     monkeypatch.setattr("treadle.pipeline.stream.PROCESSES_AFTER_S", 0.02)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    with mixed(threads=None, options=DecodeOptions(isolate=False)) as stream:
+    with mixed(threads=None) as stream:
         assert tars.run(stream) == expected
 
 
 def test_workers_are_derived_from_the_shape_and_the_machine(tars: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert derived_workers(None, None, tars.shape, False)["processes"] == 8
-    assert derived_workers(None, None, tars.text_shape, False) == {"threads": 8, "processes": 0, "processes_after_s": 2.0}
-    assert derived_workers(3, None, tars.shape, False)["processes"] == 0
-    assert derived_workers(None, 2, tars.shape, True) == {"threads": 8, "processes": 2, "processes_after_s": 0.0}
-    assert derived_workers(None, 0, tars.shape, False)["processes"] == 0
-    # Isolated decoders have processes of their own.
-    assert derived_workers(None, None, tars.shape, True) == {"threads": 8, "processes": 0, "processes_after_s": 2.0}
+    assert derived_workers(None, None, tars.shape)["processes"] == 8
+    assert derived_workers(None, None, tars.text_shape) == {"threads": 8, "processes": 0, "processes_after_s": 2.0}
+    assert derived_workers(3, None, tars.shape)["processes"] == 0
+    assert derived_workers(None, 2, tars.shape) == {"threads": 8, "processes": 2, "processes_after_s": 0.0}
+    assert derived_workers(None, 0, tars.shape)["processes"] == 0
     # Four ranks of one machine have two processors each.
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert derived_workers(None, None, tars.shape, False)["processes"] == 2
+    assert derived_workers(None, None, tars.shape)["processes"] == 2
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
-    assert derived_workers(None, None, tars.shape, False)["processes"] == 0
+    assert derived_workers(None, None, tars.shape)["processes"] == 0
 
 
 def test_a_ring_without_room_waits_for_its_reader() -> None:

@@ -322,5 +322,18 @@ def test_a_schema_is_plain_data() -> None:
         "pairs": [["a.txt", "jpg"]],
         "temperature_groups": {"jpg": 1},
         "group_field": "cls",
+        "required": [],
     }
     assert Schema(**plain) == schema
+
+
+def test_a_sample_without_a_required_field_is_incomplete() -> None:
+    schema = Schema(required=["txt", ".PNG"])
+    assert schema.required == ("txt", "png") and schema.to_dict()["required"] == ("txt", "png")
+    assert len(bag({"txt": b"caption", "png": b"picture", "json": b"{}"}, schema).items) == 2
+    with pytest.raises(SampleError, match=r"incomplete: it has txt, jpg; Schema\.required asks for png too"):
+        bag({"txt": b"caption", "jpg": b"picture"}, schema)
+    with pytest.raises(SampleError, match=r"asks for txt, png too"):
+        bag({"json": b"{}"}, schema)
+    with pytest.raises(ValueError, match=r"Schema\.required is 'txt': it must be a list"):
+        Schema(required="txt")

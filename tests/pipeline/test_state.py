@@ -6,7 +6,7 @@ Storage and packer are simulated: shards are sizes, the packer is a pool that gi
 import pickle
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load, save
 
 from treadle.pipeline.order import Drawn, Held, Located, Order, OrderPlan, SourcePlan, UnitBrokenError
+from treadle.pipeline.pending import NUM_FIELDS
 from treadle.pipeline.sources import Manifest, ManifestSource
 from treadle.pipeline.state import Pending, Position, StreamState
 
@@ -31,12 +32,12 @@ class Shards:
     def living(self, source: int, shard: int) -> int:
         return min(len(self.sizes[source][shard]), self.broken.get((source, shard), 1 << 30))
 
-    def read(self, source: int, shard: int, *, part: int, parts: int, index: int, offset: int) -> Iterator[Located]:
+    def read(self, source: int, shard: int, *, part: int, parts: int, index: int, offset: int) -> Iterator[Sequence[Located]]:
         sizes = self.sizes[source][shard]
         assert offset == sum(sizes[:index])
         for place in range(index, self.living(source, shard)):
             if place % parts == part:
-                yield Held(place, sum(sizes[:place]), sizes[place])
+                yield [Held(place, sum(sizes[:place]), sizes[place])]
         if self.living(source, shard) < len(sizes):
             raise UnitBrokenError(OSError("broken"))
 
@@ -61,7 +62,7 @@ class Stream:
         self.batches = 0
 
     def state(self) -> StreamState:
-        packer: dict[str, NDArray[Any]] = {"batches": np.array([self.batches])}
+        packer: dict[str, NDArray[Any]] = {"batches": np.array([self.batches]), **columns_of_bags(self.pool)}
         return StreamState.of_rank(self.manifest, self.rank, self.world_size, self.position.snapshot(), tuple(self.pool), lambda: packer)
 
     def load(self, state: StreamState) -> None:
@@ -69,7 +70,12 @@ class Stream:
         self.order.restore(share.lane_draws, share.cursors, share.pools)
         self.position.restore(share)
         self.pool = list(share.pending)
-        self.batches = int(share.packer["batches"].tolist()[0]) if share.packer else 0
+        self.batches = int(share.packer["batches"].tolist()[0]) if share.exact else 0
+        if not share.exact:
+            # Whoever drew a bag, what its packer knew of it came along.
+            assert {name: values.tolist() for name, values in waiting(share.packer).items()} == {
+                name: values.tolist() for name, values in waiting(columns_of_bags(self.pool)).items()
+            }
 
     def take(self) -> Batch:
         """Some of the pool: which, depends on the batch's number, so that a wrong packer state shows."""
@@ -102,6 +108,23 @@ class Stream:
         self.position.follow(ended)
         while self.pool:
             yield self.take()
+
+
+def columns_of_bags(bags: Sequence[Pending]) -> dict[str, NDArray[Any]]:
+    """What a packer would say of bags of one to three items, of two demands."""
+    items = [bag.sample_index % 3 + 1 for bag in bags]
+    return {
+        "bag_items": np.array(items, np.int64),
+        "item_length": np.array([bag.offset + place for bag, count in zip(bags, items, strict=True) for place in range(count)], np.int64),
+        "demand": np.arange(2 * NUM_FIELDS),
+        "bag_demand": np.array([bag.shard % 2 for bag in bags], np.int64),
+    }
+
+
+def waiting(columns: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """The same with each bag's demand written out."""
+    demands = columns["demand"].reshape(-1, NUM_FIELDS)[columns["bag_demand"]]
+    return {"bag_items": columns["bag_items"], "item_length": columns["item_length"], "demands": demands}
 
 
 def random_case(rng: random.Random) -> tuple[OrderPlan, Shards, set[tuple[int, int, int]]]:
@@ -245,7 +268,7 @@ def test_deal_refuses_what_it_does_not_hold() -> None:
 def test_dealt_bags_are_sorted_by_their_draw() -> None:
     merged = StreamState.merge(small_states(3))
     alone = merged.deal(0, 1)
-    assert alone.packer is None
+    assert not alone.exact
     assert [bag[:3] for bag in alone.pending] == sorted(bag[:3] for bag in alone.pending)
     halves = [merged.deal(rank, 2) for rank in range(2)]
     assert sorted([*halves[0].pending, *halves[1].pending]) == sorted(alone.pending)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from treadle.pipeline.grouping import RawSample
+from treadle.pipeline.raw_sample import RawSample
 from treadle.pipeline.shards import Shard, ShardError
 from treadle.pipeline.tar import MAX_EXTENSIONS_BYTES
 from treadle.pipeline.tar_header import TAR_KINDS, checksum

@@ -5,6 +5,8 @@ import io
 import random
 import tarfile
 import threading
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +38,17 @@ def remote_fixture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("treadle.pipeline.units.STRIDE_SAMPLES", 3)
 
 
+def all_of(runs: Iterator[Sequence[Any]]) -> list[Any]:
+    return list(chain.from_iterable(runs))
+
+
 def threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("treadle-read")]
 
 
 def test_parts_together_are_the_shard(shard: Path, remote: None) -> None:
     units = Units([[str(shard)]])
-    found = [list(units.read(0, 0, part=part, parts=3, index=0, offset=0)) for part in range(3)]
+    found = [all_of(units.read(0, 0, part=part, parts=3, index=0, offset=0)) for part in range(3)]
     assert [[sample.index for sample in part] for part in found] == [list(range(part, 25, 3)) for part in range(3)]
     assert threads()
     units.close()
@@ -52,8 +58,8 @@ def test_parts_together_are_the_shard(shard: Path, remote: None) -> None:
 
 def test_reading_goes_on_at_a_sample(shard: Path, remote: None) -> None:
     units = Units([[str(shard)]])
-    whole = list(units.read(0, 0, part=0, parts=1, index=0, offset=0))
-    assert list(units.read(0, 0, part=0, parts=1, index=11, offset=whole[11].offset)) == whole[11:]
+    whole = all_of(units.read(0, 0, part=0, parts=1, index=0, offset=0))
+    assert all_of(units.read(0, 0, part=0, parts=1, index=11, offset=whole[11].offset)) == whole[11:]
     assert read_sample(str(shard), Held(whole[4].index, whole[4].offset, whole[4].size)) == whole[4]
     units.close()
 
@@ -63,8 +69,8 @@ def test_a_damage_ends_the_unit_after_what_was_whole(shard: Path, remote: None) 
     units = Units([[str(shard)]])
     found = []
     with pytest.raises(UnitBrokenError) as caught:
-        for sample in units.read(0, 0, part=0, parts=1, index=0, offset=0):
-            found.append(sample.index)
+        for samples in units.read(0, 0, part=0, parts=1, index=0, offset=0):
+            found += [sample.index for sample in samples]
     assert found == list(range(10))
     assert isinstance(caught.value.fault, ShardError)
     units.close()
@@ -72,9 +78,9 @@ def test_a_damage_ends_the_unit_after_what_was_whole(shard: Path, remote: None) 
 
 def test_an_abandoned_unit_waits_for_its_stride_and_closes(shard: Path, remote: None) -> None:
     units = Units([[str(shard)]])
-    samples = units.read(0, 0, part=0, parts=1, index=0, offset=0)
-    assert next(samples).index == 0
-    del samples
+    runs = units.read(0, 0, part=0, parts=1, index=0, offset=0)
+    assert next(runs)[0].index == 0
+    del runs
     units.close()
     assert threads() == []
 
@@ -91,12 +97,12 @@ def test_a_shard_that_is_not_there_ends_its_unit(tmp_path: Path, parts: int) -> 
 def test_closing_ends_the_waits_of_a_broken_read(site: Any) -> None:
     site.down = True
     units = Units([[site.url("0.tar", b"")]], retry=RetryPolicy(base_delay_s=86_400.0, max_delay_s=86_400.0))
-    samples = units.read(0, 0, part=0, parts=1, index=0, offset=0)
+    runs = units.read(0, 0, part=0, parts=1, index=0, offset=0)
     site.asked.acquire()
     units.close()
     assert threads() == []
     with pytest.raises(UnitBrokenError, match="closed"):
-        next(samples)
+        next(runs)
 
 
 def test_samples_known_by_reference_are_fetched_in_runs(tars: Any, tmp_path: Path, site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
