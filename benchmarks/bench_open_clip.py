@@ -117,6 +117,7 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=6)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--dtypes", nargs="*", default=["float32", "bfloat16"])
     parser.add_argument("--full", action="store_true", help="64 pairs and 12 blocks")
     arguments = parser.parse_args()
     try:
@@ -128,7 +129,8 @@ def main() -> None:
     keep_freed_memory()
     count, depth = (64, 12) if arguments.full else (arguments.pairs, arguments.depth)
     pairs = stamps([str(path) for path in sorted(arguments.shards.glob("train-*.tar"))], count)
-    for name, precision in (("float32", "fp32"), ("bfloat16", "bf16")):
+    for name in arguments.dtypes:
+        precision = "bf16" if name == "bfloat16" else "fp32"
         shape = BatchShape(
             max_rows_per_device=4 * count, max_segments_per_device=2 * count, max_columns_per_row=160, image=ImageShape(patch_side=PATCH)
         )

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-EPS = 1e-6
+from treadle.kernels import compiled
+
+EPS = compiled.EPS
 
 _BLOCK_VALUES = 1 << 18
 """Values of a block: 1 MiB of fp32."""
@@ -33,6 +35,12 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_PD: Tensor, gain_D: Tensor, residual_PD: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        ctx.dtypes = x_PD.dtype, None if residual_PD is None else residual_PD.dtype
+        if compiled.fuses(x_PD, *([] if residual_PD is None else [residual_PD])):
+            y_PD, total_PD, inverse_P1 = compiled.run(compiled.rms_norm_forward, x_PD, residual_PD, gain_D, dtype)
+            total_PD = x_PD if residual_PD is None else total_PD
+            ctx.save_for_backward(total_PD, gain_D, inverse_P1)
+            return y_PD, None if residual_PD is None else total_PD
         width = x_PD.shape[-1]
         total_PD = x_PD
         if residual_PD is not None:
@@ -50,7 +58,6 @@ class _RmsNorm(torch.autograd.Function):
             normed = total * inverse
             y.copy_(normed.mul_(gain_D))
         ctx.save_for_backward(total_PD, gain_D, inverse_P1)
-        ctx.dtypes = x_PD.dtype, None if residual_PD is None else residual_PD.dtype
         return y_PD, None if residual_PD is None else total_PD
 
     @staticmethod
@@ -60,6 +67,9 @@ class _RmsNorm(torch.autograd.Function):
         dtype, residual_dtype = ctx.dtypes
         width, wide = total_PD.shape[-1], inverse_P1.dtype
         dtotal_PD = dtotals[0] if residual_dtype is not None else None
+        if compiled.fuses(total_PD, dy_PD):
+            dsum_PD, dx_PD, dgain_D = compiled.run(compiled.rms_norm_backward, total_PD, inverse_P1, gain_D, dy_PD, dtotal_PD, dtype)
+            return dx_PD, dgain_D.to(gain_D.dtype), None if residual_dtype is None else dsum_PD.to(residual_dtype), None
         dsum_PD = torch.empty_like(total_PD)
         dgain_D = torch.zeros_like(gain_D, dtype=wide)
         wide_gain_D = gain_D.to(wide)

@@ -134,10 +134,14 @@ def segment_attention_reference(q_PHK: Tensor, k_PHK: Tensor, v_PHK: Tensor, gro
 
 def _padded(x_PHK: Tensor, group: SegmentGroup) -> Tensor:
     """A group's positions as `[B, H, L, K]`, a view where it can be."""
-    x = x_PHK[group.first : group.end]
+    count, longest = group.count, group.longest
     if group.gather is not None:
-        x = x.index_select(0, group.gather)
-    return x.view(group.count, group.longest, *x.shape[1:]).transpose(1, 2)
+        x = x_PHK[group.first : group.end].index_select(0, group.gather)
+        return x.view(count, longest, *x.shape[1:]).transpose(1, 2)
+    # One call for slice, view and transposition: a layer makes hundreds of these.
+    (heads, width), (step, by_head, by_channel) = x_PHK.shape[1:], x_PHK.stride()
+    offset = x_PHK.storage_offset() + group.first * step
+    return x_PHK.as_strided((count, heads, longest, width), (longest * step, by_head, step, by_channel), offset)
 
 
 def _flat(x_BHLK: Tensor, group: SegmentGroup) -> Tensor:
@@ -181,10 +185,12 @@ class _GroupedAttention(torch.autograd.Function):
         q_PHK, k_PHK, v_PHK, out_PHK, *logsumexps = ctx.saved_tensors
         groups: tuple[SegmentGroup, ...] = ctx.groups
         slopes = tuple(_uncovered_zero(q_PHK, groups) for _ in range(3))
-        # torch's backward in bf16 takes three to ten times as long as in fp32 (CPU, 17 to 257 positions).
+        # torch's backward in bf16 takes three to ten times as long as in fp32 (CPU, 17 to 257 positions). Types change in one pass over all
+        # positions: in each group's own, they took as long as the kernel.
         work = torch.float32 if q_PHK.dtype in (torch.bfloat16, torch.float16) else q_PHK.dtype
+        inputs = tuple(x.to(work) for x in (dout_PHK, q_PHK, k_PHK, v_PHK, out_PHK))
         for group, logsumexp in zip(groups, logsumexps, strict=True):
-            q, k, v, out, dout = (_padded(x, group).to(work) for x in (q_PHK, k_PHK, v_PHK, out_PHK, dout_PHK))
+            dout, q, k, v, out = (_padded(x, group) for x in inputs)
             if group.key_mask is not None:
                 # Padded queries repeat a real one: their gradient must not count again.
                 dout = dout * group.key_mask.transpose(2, 3)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from treadle.kernels import compiled
 from treadle.kernels.rms_norm_reference import row_blocks
 
 
@@ -24,6 +25,9 @@ class _SwiGlu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_P2F: Tensor) -> Tensor:
         ctx.save_for_backward(x_P2F)
+        if compiled.fuses(x_P2F):
+            fused_PF: Tensor = compiled.run(compiled.swiglu_forward, x_P2F)
+            return fused_PF
         inner = x_P2F.shape[-1] // 2
         out_PF = torch.empty((x_P2F.shape[0], inner), dtype=x_P2F.dtype, device=x_P2F.device)
         for x, out in row_blocks(2 * inner, x_P2F, out_PF):
@@ -34,6 +38,9 @@ class _SwiGlu(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         (dout_PF,) = gradients
         (x_P2F,) = ctx.saved_tensors
+        if compiled.fuses(x_P2F, dout_PF):
+            fused_P2F: Tensor = compiled.run(compiled.swiglu_backward, x_P2F, dout_PF)
+            return fused_P2F
         inner = x_P2F.shape[-1] // 2
         dx_P2F = torch.empty_like(x_P2F)
         for x, dout, dx in row_blocks(2 * inner, x_P2F, dout_PF, dx_P2F):

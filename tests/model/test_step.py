@@ -1,6 +1,7 @@
 """What a step costs besides its arithmetic: nothing is read from the device unless asked for, and recomputed blocks change no bit."""
 
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,15 @@ READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__")
 """How a tensor's value comes to the host."""
 
 
-HOST_KNOWS = {"corruption", "tape_reference", "pair_loss_reference", "segment_attention_reference", "relations", "layout"}
+HOST_KNOWS = {
+    "corruption",
+    "cover_spans_reference",
+    "tape_reference",
+    "pair_loss_reference",
+    "segment_attention_reference",
+    "relations",
+    "layout",
+}
 """Files that look at sizes, grids and weights of edges, which came from the host with the batch; none of them sees a loss or a gradient."""
 
 
@@ -87,3 +96,18 @@ def test_recomputed_blocks_change_no_bit(tiny: Tiny, pairs: Pairs, packed: Packe
 def test_recomputing_is_no_part_of_a_runs_record(tiny: Tiny) -> None:
     """A run may be resumed with it switched on or off."""
     assert to_json(tiny(recompute_blocks=True)) == to_json(tiny())
+
+
+def test_steps_compute_with_the_callers_threads(tiny: Tiny, pairs: Pairs, packed: Packed) -> None:
+    """Steps run in a thread of their own, to which torch gives a count of its own: the caller's at each call is what counts."""
+    seen: list[tuple[int, int]] = []
+    before = torch.get_num_threads()
+    with Trainer(tiny()) as trainer:
+        tower = trainer.network.tower
+        tower.register_forward_hook(lambda *_: seen.append((torch.get_num_threads(), threading.get_ident())))
+        for threads in (1, 3, 2):
+            torch.set_num_threads(threads)
+            trainer.step(packed(pairs([0, 1])))
+    torch.set_num_threads(before)
+    assert [threads for threads, _ in seen] == [1, 3, 2]
+    assert {thread for _, thread in seen}.isdisjoint({threading.get_ident()})
