@@ -58,7 +58,7 @@ def _cost(passes: float, work: Workload) -> Cost:
     return Cost(bytes=4.0 * 256 * passes * COVERED_SHARE * work.text_positions)
 
 
-_sizes = {"T": "i32", "V": "i32", "stride": "i64"}
+_sizes = {"T": "i32", "V": "i32", "stride": "i32"}
 BYTE_CROSS_ENTROPY_FWD = declare(
     name="byte_cross_entropy_fwd",
     function=_byte_cross_entropy_fwd_kernel,

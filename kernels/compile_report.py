@@ -183,15 +183,7 @@ def _read(job: Job, built: Any, folder: Path, tools: Path, version: str) -> tupl
 
     spill_bytes = 0
     if count(r"STL|LDL") or _field("STACK", usage):
-        newer = tools / "ptxas-blackwell"
-        said = _tool(
-            newer if job.arch >= 100 and newer.exists() else tools / "ptxas",
-            "-v",
-            f"--gpu-name=sm_{job.arch}{'a' if job.arch >= 90 else ''}",
-            ptx,
-            "-o",
-            os.devnull,
-        )
+        said = _assemble(tools, job.arch, ptx)
         # Local memory that ptxas does not call a spill is as slow as one.
         spill_bytes = sum(int(n) for n in re.findall(r"(\d+) bytes spill", said)) or _field("STACK", usage)
     row = Row(
@@ -216,6 +208,19 @@ def _read(job: Job, built: Any, folder: Path, tools: Path, version: str) -> tupl
         source=job.source(),
     )
     return row, details
+
+
+def _assemble(tools: Path, arch: Arch, ptx: Path) -> str:
+    """What ptxas says of a kernel. Triton brings two, and 3.9 writes what only the newer one reads from sm_90 on, earlier versions from sm_100 on."""
+    arguments = ("-v", f"--gpu-name=sm_{arch}{'a' if arch >= 90 else ''}", ptx, "-o", os.devnull)
+    newer = tools / "ptxas-blackwell"
+    if arch == 90 and newer.exists():
+        try:
+            return _tool(tools / "ptxas", *arguments)
+        except RuntimeError as error:
+            if "Unsupported .version" not in str(error):
+                raise
+    return _tool(newer if arch >= 90 and newer.exists() else tools / "ptxas", *arguments)
 
 
 def _tool(*arguments: str | Path) -> str:

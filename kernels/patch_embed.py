@@ -71,10 +71,13 @@ class _TritonPatchEmbed(torch.autograd.Function):
         splits = PATCH_EMBED_DW.settings_on(dout_ND.device, wide=wide).blocks["SPLITS"]
         partials_GDV = torch.empty((splits, width, values), dtype=torch.float32, device=dout_ND.device)
         all_words = form["FRAMES"] * form["SIDE"] * (-(-form["SIDE"] * form["CHANNELS"] // 4))
+        # Lists at fixed sizes end in patches of no rows: the device knows where.
+        number_N = torch.arange(1, places_N[0].numel() + 1, device=dout_ND.device)
+        end = torch.where(places_N[3] > 0, number_N, 0).amax() if len(number_N) else number_N.new_zeros(())
         PATCH_EMBED_DW.launch(
             dout_ND.device,
             lambda b: (-(-all_words // b["BLOCK_W"]), -(-width // b["BLOCK_D"]), splits),
-            *(words, *places_N, dout_ND, partials_GDV, places_N[0].numel(), words.numel(), dout_ND.stride(0)),
+            *(words, *places_N, dout_ND, partials_GDV, places_N[0].numel(), end, words.numel(), dout_ND.stride(0)),
             wide=wide,
             **form,
             D=width,

@@ -160,6 +160,7 @@ def _patch_embed_dw_kernel(
     dout_ND: "Any",
     partials_GDV: "Any",
     N: "Any",
+    p_end: "Any",
     words: "Any",
     stride_n: "Any",
     SIDE: tl.constexpr,
@@ -171,20 +172,23 @@ def _patch_embed_dw_kernel(
     BLOCK_W: tl.constexpr,
     SPLITS: tl.constexpr,
 ) -> None:
-    """Patches are dealt to splits; each leaves its partial sums."""
+    """Patches are dealt to splits; each leaves its partial sums. `p_end`: how many there are up to the last that has rows."""
     V: tl.constexpr = FRAMES * SIDE * SIDE * CHANNELS
     o_w = tl.program_id(0) * BLOCK_W + tl.arange(0, BLOCK_W)
     o_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     i_g = tl.program_id(2).to(tl.int64)
     o_m = tl.arange(0, BLOCK_M)
     m_d = o_d < D
-    share = tl.cdiv(tl.cdiv(N, SPLITS), BLOCK_M) * BLOCK_M
+    # In blocks, so that the compiler knows what divides the bounds.
+    blocks = tl.cdiv(tl.load(p_end).to(tl.int32), BLOCK_M)
+    share = tl.cdiv(blocks, SPLITS)
     low = tl.program_id(2) * share
-    high = tl.minimum(low + share, N)
+    high = tl.minimum(low + share, blocks) * BLOCK_M
+    low *= BLOCK_M
     acc = tl.zeros([BLOCK_D, 4 * BLOCK_W], tl.float32)
     for n in range(low, high, BLOCK_M):
         i_n = n + tl.zeros([], tl.int64) + o_m
-        m_m = n + o_m < high
+        m_m = n + o_m < N
         b_x = _pixels(
             tape_words,
             words,
@@ -218,11 +222,11 @@ def _fwd_cost(work: Workload) -> Cost:
 
 
 def _dw_cost(work: Workload) -> Cost:
-    """The mean of two launches; each multiplies as many rows as could be shown, those of padding too."""
-    values, hidden = work.image_values + work.video_values, work.hidden
-    shown = work.visible_share * (work.image_patches * work.image_values + work.video_tubes * work.video_values)
-    size = shown + 2.0 * 2 * work.positions * hidden + 8 * 4.0 * values * hidden
-    return Cost(bytes=size / 2, matrix_operations=work.positions * values * hidden, launches=2)
+    """The mean of two launches, pictures and clips: what is padded past the last patch is neither read nor multiplied."""
+    images, tubes, hidden = work.visible_share * work.image_patches, work.visible_share * work.video_tubes, work.hidden
+    pixels = images * work.image_values + tubes * work.video_values
+    size = pixels + 2.0 * (images + tubes) * hidden + 8 * 4.0 * (work.image_values + work.video_values) * hidden
+    return Cost(bytes=size / 2, matrix_operations=pixels * hidden, launches=2)
 
 
 _PLACES = {name: "*i64" for name in ("offset_N", "row_pitch_N", "frame_pitch_N", "rows_N", "columns_N")} | {
@@ -266,7 +270,7 @@ PATCH_EMBED_DW = declare(
     interpreter_settings=Settings({"BLOCK_M": 32, "BLOCK_D": 64, "BLOCK_W": 64, "SPLITS": 3}),
     builds=tuple(
         Build(
-            signature=_PLACES | {"dout_ND": "*bf16", "partials_GDV": "*fp32", "N": "i32", "stride_n": "i32"},
+            signature=_PLACES | {"dout_ND": "*bf16", "partials_GDV": "*fp32", "N": "i32", "p_end": "*i64", "stride_n": "i32"},
             constants=constants,
             divisible=("N", "words", "stride_n"),
             label=label,

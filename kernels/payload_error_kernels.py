@@ -109,10 +109,10 @@ def _chunk_cost(backward: bool, work: Workload) -> Cost:
 
 _patch_types = {
     "p_prediction": "*bf16", "p_words": "*i32", "p_bytes": "*u8", "p_offset": "*i64", "p_row_pitch": "*i64", "p_frame_pitch": "*i64",
-    "p_rows": "*i64", "p_columns": "*i64", "p_by_total": "*fp32", "tape_words": "i64", "stride": "i64",
+    "p_rows": "*i64", "p_columns": "*i64", "p_by_total": "*fp32", "tape_words": "i32", "stride": "i32",
 }  # fmt: skip
 _chunk_types = {
-    "p_prediction": "*bf16", "p_samples": "*fp32", "p_offset": "*i64", "p_count": "*i64", "p_by_total": "*fp32", "stride": "i64",
+    "p_prediction": "*bf16", "p_samples": "*fp32", "p_offset": "*i64", "p_count": "*i64", "p_by_total": "*fp32", "stride": "i32",
 }  # fmt: skip
 _images = {"FRAMES": 1, "SIDE": 16, "CHANNELS": 4, "BY_WORDS": True, "GROUPS": 128}
 _tubes = {"FRAMES": 2, "SIDE": 16, "CHANNELS": 3, "BY_WORDS": True, "GROUPS": 256}

@@ -32,12 +32,12 @@ def philox4x32(key: tuple[int, int], c0: Tensor, c1: Tensor, c2: Tensor, c3: Ten
     counters = [c.to(torch.int64).expand(shape).contiguous() for c in (c0, c1, c2, c3)]
     words_4N = torch.empty((4, *shape), dtype=torch.int64, device=c0.device)
     count = counters[0].numel()
-    PHILOX.launch(c0.device, lambda b: (-(-count // b["BLOCK_N"]),), *counters, words_4N, _signed(key[0]), _signed(key[1]), count)
+    PHILOX.launch(c0.device, lambda b: (-(-count // b["BLOCK_N"]),), *counters, words_4N, signed_word(key[0]), signed_word(key[1]), count)
     w0, w1, w2, w3 = words_4N.unbind(0)
     return w0, w1, w2, w3
 
 
-def _signed(word: int) -> int:
+def signed_word(word: int) -> int:
     """The int32 of the same bits as a uint32: one type of argument whatever the seed."""
     word &= LOW
     return word - 2**32 if word >= 2**31 else word

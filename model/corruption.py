@@ -9,7 +9,7 @@ the last modulo 2^32, so that it does not matter how items are packed, dealt to 
 | SHOW 1 | number of the byte in its text | 0: `u` against the fractions, its low byte the random byte |
 | MEDIA 2 | number of the token, or tube column `h * W + w` | 0: the k smallest are masked, ties by lower index |
 
-Suffixes: P positions, S segments, T covered text positions, J drawn spans, N entries of runs, C segments that take part.
+Suffixes: P positions, S segments, T covered text positions, N entries of runs, C segments that take part.
 """
 
 import math
@@ -19,11 +19,12 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from treadle.kernels.cover_spans import Texts, cover_spans
 from treadle.kernels.philox import philox4x32
 from treadle.model.config import Masking
 from treadle.model.initial import seed_key
 from treadle.model.layout import BatchLayout
-from treadle.shape import Modality
+from treadle.shape import BatchShape, Modality
 
 SPANS, SHOW, MEDIA = 0, 1, 2
 
@@ -65,21 +66,25 @@ def corrupt(layout: BatchLayout, masking: Masking, seed: int, step: int) -> Corr
     """Draws what `step` hides of a batch. An item that makes a choice is left as it is."""
     masking = masking.resolved()
     draws = _Draws(layout, seed, step)
-    covered_T = _cover_spans(layout, draws, masking.token_mask_probability, masking.token_mean_span)
+    covered_T = _cover_spans(layout, draws, masking)
     segment_T, byte_T = layout.token_of(covered_T)
     target_T = layout.tape.index_select(0, layout.tape_offsets_S1.index_select(0, segment_T) + byte_T).long()
     word_T = draws.words(SHOW, byte_T, segment_T)[0]
-    replaced = masking.replace_fraction
-    shown_T = torch.where(word_T < _threshold(replaced + masking.random_fraction), word_T & 0xFF, target_T)
-    shown_T = torch.where(word_T < _threshold(replaced), MASK_BYTE, shown_T)
     return Corruption(
         covered_T=covered_T,
-        shown_T=shown_T,
+        shown_T=shown_bytes(word_T, target_T, masking),
         target_T=target_T,
         masked_image=_mask_media(layout, draws, Modality.IMAGE, masking.image_mask_ratio),
         masked_video=_mask_media(layout, draws, Modality.VIDEO, masking.video_mask_ratio),
         masked_audio=_mask_media(layout, draws, Modality.AUDIO, masking.audio_mask_ratio),
     )
+
+
+def shown_bytes(word_T: Tensor, target_T: Tensor, masking: Masking) -> Tensor:
+    """What each covered byte shows by its draw: `MASK_BYTE`, a random byte or itself; `masking` is resolved."""
+    replaced = masking.replace_fraction
+    shown_T = torch.where(word_T < _threshold(replaced + masking.random_fraction), word_T & 0xFF, target_T)
+    return torch.where(word_T < _threshold(replaced), MASK_BYTE, shown_T)
 
 
 def _threshold(fraction: float) -> int:
@@ -91,16 +96,19 @@ class _Draws:
     """The draws of one batch at one step."""
 
     def __init__(self, layout: BatchLayout, seed: int, step: int) -> None:
-        self._key = seed_key(seed)
+        self.key = seed_key(seed)
         self._step = step
         self._low_S, self._high_S = layout.id_S & 0xFFFFFFFF, (layout.id_S >> 32) & 0xFFFFFFFF
 
     def words(self, purpose: int, index_N: Tensor, segment_N: Tensor) -> tuple[Tensor, Tensor]:
         """Words 0 and 1 of draws `index` of the items in `segment`."""
-        last = torch.full_like(index_N, (self._step * 16 + purpose) % _WORD)
         low_N, high_N = self._low_S.index_select(0, segment_N), self._high_S.index_select(0, segment_N)
-        words = philox4x32(self._key, index_N, low_N, high_N, last)
+        words = philox4x32(self.key, index_N, low_N, high_N, self.last(purpose))
         return words[0], words[1]
+
+    def last(self, purpose: int) -> Tensor:
+        """Word 3 of the counters."""
+        return torch.tensor((self._step * 16 + purpose) % _WORD, device=self._low_S.device)
 
 
 def _free_segments(layout: BatchLayout, modality: Modality) -> Tensor:
@@ -129,53 +137,20 @@ def _length_bounds(mean_span: float, longest: int) -> tuple[int, ...]:
     return tuple(bounds)
 
 
-def _cover_spans(layout: BatchLayout, draws: _Draws, share: float, mean_span: float) -> Tensor:
-    """The covered text positions: spans in turn, each covering what it finds uncovered, until the text's count is reached."""
-    segment_C = _free_segments(layout, Modality.TEXT)
-    size_C = layout.tokens_S.index_select(0, segment_C)
-    count_C = hidden_count(size_C, share)
-    keep = count_C > 0
-    segment_C, size_C, count_C = segment_C[keep], size_C[keep], count_C[keep]
-    if not segment_C.numel():
-        return segment_C
-    device = segment_C.device
-    rising = torch.tensor(_length_bounds(mean_span, layout.shape.max_columns_per_row)[::-1], dtype=torch.int64, device=device)
-    byte_first_C = size_C.cumsum(0) - size_C
-    never = torch.iinfo(torch.int64).max
-    # The first span that covers each byte of the texts, which lie back to back here.
-    first_span = torch.full((int(size_C.sum()),), never, dtype=torch.int64, device=device)
-    open_C = torch.arange(segment_C.numel(), device=device)
-    drawn = 0
-    batch = max(2, math.ceil(-1.5 * math.log(max(1 - share, 1e-3)) * float(size_C.double().mean()) / mean_span))
-    while open_C.numel():
-        # A few spans more than needed change nothing: bytes are taken in the order of the spans below.
-        number_J = torch.arange(drawn, drawn + batch, device=device).repeat(open_C.numel())
-        owner_J = open_C.repeat_interleave(batch)
-        start_word, length_word = draws.words(SPANS, number_J, segment_C.index_select(0, owner_J))
-        size_J = size_C.index_select(0, owner_J)
-        start_J = (start_word * size_J) >> 32
-        length_J = 1 + rising.numel() - torch.searchsorted(rising, _WORD - length_word)
-        length_J = torch.minimum(length_J, size_J - start_J)
-        span_N, offset_N = _spread(length_J)
-        byte_N = (byte_first_C.index_select(0, owner_J) + start_J).index_select(0, span_N) + offset_N
-        first_span.scatter_reduce_(0, byte_N, number_J.index_select(0, span_N), "amin")
-        covered = torch.zeros(first_span.numel() + 1, dtype=torch.int64, device=device)
-        torch.cumsum(first_span != never, 0, out=covered[1:])
-        reached_C = covered[byte_first_C + size_C] - covered[byte_first_C]
-        open_C = (reached_C < count_C).nonzero()[:, 0]
-        drawn += batch
-        batch = min(2 * batch, 1 << 16)
+def span_bounds(masking: Masking, shape: BatchShape, device: torch.device) -> Tensor:
+    """The bounds of spans' lengths, ascending, as `cover_spans` takes them."""
+    bounds = _length_bounds(masking.token_mean_span, shape.max_columns_per_row)
+    return torch.tensor(bounds[::-1], dtype=torch.int64, device=device)
 
-    byte_N = (first_span != never).nonzero()[:, 0]
-    owner_N = torch.repeat_interleave(size_C).index_select(0, byte_N)
-    # Texts in turn; in each, bytes by the span that took them, then by place: the first `count` are covered.
-    order_N = torch.argsort(first_span.index_select(0, byte_N), stable=True)
-    order_N = order_N.index_select(0, torch.argsort(owner_N.index_select(0, order_N), stable=True))
-    byte_N, owner_N = byte_N.index_select(0, order_N), owner_N.index_select(0, order_N)
-    chosen = _rank(owner_N, segment_C.numel()) < count_C.index_select(0, owner_N)
-    byte_N, owner_N = byte_N[chosen], owner_N[chosen]
-    start_C = layout.start_S.index_select(0, segment_C) + 1 - byte_first_C
-    return (start_C.index_select(0, owner_N) + byte_N).sort().values
+
+def _cover_spans(layout: BatchLayout, draws: _Draws, masking: Masking) -> Tensor:
+    """The covered text positions: spans in turn, each covering what it finds uncovered, until the text's count is reached."""
+    free_S = (layout.modality_S == Modality.TEXT) & (layout.choice_offsets_S1[1:] == layout.choice_offsets_S1[:-1])
+    count_S = torch.where(free_S, hidden_count(layout.tokens_S, masking.token_mask_probability), 0)
+    texts = Texts(layout.start_S + 1, layout.tokens_S, count_S, layout.id_S)
+    bounds = span_bounds(masking, layout.shape, layout.device)
+    covered_P = cover_spans(draws.key, texts, draws.last(SPANS), bounds, layout.num_positions)
+    return covered_P.nonzero()[:, 0]
 
 
 def _rank(owner_N: Tensor, num_owners: int) -> Tensor:

@@ -1,13 +1,13 @@
 """A micro-batch with every size fixed by the configuration, in one buffer, so that one copy moves it and one graph serves every step.
 
-The host settles all integers while the device works on the step before: positions, what is hidden (the same keyed draws), named pairs,
-token lists, counts, the learning rate. They are the CPU path's own, padded to capacity. On the device there is then nothing to count, to
+The host settles what a batch is while the device works on the step before: its segments and positions, named pairs, token lists. What a
+step makes of it, the device draws and counts for itself (`device_corruption.py`, `device_counts.py`). On the device there is then nothing to
 compact or to read back, and nothing that a captured graph could have frozen.
 
 Padding is a valid read that counts for nothing: position P (a row that is thrown away), segments of length 0, places of 0 rows, targets of -1,
 anchors and candidates that take no part.
 
-Suffixes: P positions, S segments, N candidates of all ranks, E named pairs, L late-interaction documents, C classes of a byte.
+Suffixes: P positions, S segments, N candidates of all ranks or entries of a list, E named pairs, L legal bytes, C classes of a byte.
 """
 
 import math
@@ -21,14 +21,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from treadle.kernels.pair_loss import NamedPairs, PairRows
-from treadle.kernels.tape_reference import Chunks, Patches
+from treadle.kernels.tape_reference import Chunks, Patches, locate_chunks, locate_patches
 from treadle.model.config import TrainerConfig
 from treadle.model.contrastive import ambient_weight
 from treadle.model.corruption import MASK_BYTE
-from treadle.model.embedding import Embedding, payload_places
 from treadle.model.late_interaction import late_sides, late_tokens
-from treadle.model.layout import MASK, PREFIX
-from treadle.model.objectives import CHOICES, LATE_INTERACTION, TERMS, MicroBatch, term_weights
+from treadle.model.layout import BatchLayout
+from treadle.model.objectives import CHOICES, LATE_INTERACTION, term_weights
 from treadle.model.relations import named_pairs
 from treadle.pipeline import PackedBatch
 from treadle.pipeline.layout import EDGES_PER_SEGMENT
@@ -37,7 +36,6 @@ from treadle.shape import Modality, Objective
 ALIGNMENT = 256
 BYTES = 256
 MEDIA = (Modality.IMAGE, Modality.VIDEO, Modality.AUDIO)
-_PLACES = ("offset", "row_pitch", "frame_pitch", "rows", "columns")
 
 
 class DoesNotFitError(ValueError):
@@ -70,31 +68,29 @@ class BatchPlan:
         self.candidates = world_size * self.segments
         self.edges = 3 * (config.contrastive.max_edges_per_device or EDGES_PER_SEGMENT * self.segments)
         self.media = tuple(m for m in MEDIA if self.shape.is_live(m))
+        masking = config.masking.resolved()
+        self.hidden_shares = {
+            Modality.TEXT: masking.token_mask_probability,
+            Modality.IMAGE: masking.image_mask_ratio,
+            Modality.VIDEO: masking.video_mask_ratio,
+            Modality.AUDIO: masking.audio_mask_ratio,
+        }
+        """Which part of a modality's tokens is hidden, about."""
         self.fields: dict[str, _Field] = {}
         self._end = 0
-        self._declare(config)
+        self._declare()
         self.tape_offset = self._end
         self.bytes = -(-(self._end + self.shape.tape_bytes) // ALIGNMENT) * ALIGNMENT
 
-    def _declare(self, config: TrainerConfig) -> None:
+    def _declare(self) -> None:
         positions, segments = self.positions, self.segments
-        self._add("learning_rate", np.float32, 1)
-        self._add("counts", np.float64, len(TERMS))
-        for name in ("start", "length", "tokens"):
+        for name in ("start", "length", "tokens", "modality", "id", "deep", "payload"):
             self._add(name, np.int64, segments)
+        self._add("free", np.uint8, segments)
+        for name in ("grid", "extent"):
+            self._add(name, np.int32, segments, 3)
+        self._add("segment", np.int64, positions)
         self._add("coord", np.int32, positions, 3)
-        self._add("row", np.int64, positions)
-        masking = config.masking.resolved()
-        ratios = (masking.image_mask_ratio, masking.video_mask_ratio, masking.audio_mask_ratio)
-        for modality, ratio in zip(MEDIA, ratios, strict=True):
-            if modality in self.media:
-                self._add_places(f"shown_{modality}", positions, modality)
-                if self.masks:
-                    self._add_places(f"hidden_{modality}", self.most_hidden(ratio), modality)
-        if self.masks:
-            covered = self.most_hidden(masking.token_mask_probability)
-            self._add("covered", np.int64, covered)
-            self._add("target", np.int64, covered)
         if self.scores_pairs:
             self._add_pairs("pair", segments, self.candidates, self.edges)
         if self.weights_K[LATE_INTERACTION]:
@@ -109,18 +105,17 @@ class BatchPlan:
             self._add("choice_legal", np.uint8, segments, BYTES)
             self._add("choice_target", np.float32, segments, BYTES)
 
-    def most_hidden(self, share: float) -> int:
-        """Positions that can be hidden: of n tokens `share n`, or 1 where that is less, and each segment has a prefix too."""
-        return math.ceil(self.positions * max(1 / 3, share))
+    def most_hidden(self, modality: Modality) -> int:
+        """Positions that can be hidden: of n tokens `share n`, rounded as counts are, or 1 where that is less, and each segment has a prefix too.
+
+        Of a clip one column of two may go, half of its tokens.
+        """
+        share = round(10_000 * self.hidden_shares[modality]) / 10_000
+        return math.ceil(self.positions * max(1 / 2 if modality is Modality.VIDEO else 1 / 3, share))
 
     def _add(self, name: str, dtype: Any, *shape: int) -> None:
         self.fields[name] = field = _Field(self._end, dtype, shape)
         self._end = -(-(self._end + field.bytes) // ALIGNMENT) * ALIGNMENT
-
-    def _add_places(self, name: str, count: int, modality: Modality) -> None:
-        self._add(name, np.int64, count)
-        for column in ("offset", "samples") if modality is Modality.AUDIO else _PLACES:
-            self._add(f"{name}_{column}", np.int64, count)
 
     def _add_pairs(self, name: str, anchors: int, candidates: int, edges: int) -> None:
         for column in ("self", "group", "temperature"):
@@ -161,14 +156,11 @@ class BatchWriter:
         view[: len(values)].copy_(values)
         view[len(values) :].fill_(padding)
 
-    def write(
-        self, batch: PackedBatch, micro: MicroBatch, counts_K: Tensor, learning_rate: float, groups: Sequence[Sequence[int]], rank: int
-    ) -> int:
+    def write(self, batch: PackedBatch, layout: BatchLayout, groups: Sequence[Sequence[int]], rank: int) -> int:
         """Writes everything.
 
         Args:
-            micro: of the same batch, prepared on the CPU.
-            counts_K: this rank's denominators.
+            layout: of the batch, on the CPU.
             groups: of every rank's segments, by rank.
 
         Returns:
@@ -177,55 +169,28 @@ class BatchWriter:
         Raises:
             DoesNotFitError: something passes its capacity.
         """
-        plan, layout, corruption = self._plan, micro.layout, micro.corruption
-        self.fill("learning_rate", learning_rate)
-        self.fill("counts", counts_K)
-        for name, values in (("start", layout.start_S), ("length", layout.length_S), ("tokens", layout.tokens_S)):
+        plan, segments = self._plan, layout.num_segments
+        columns = {"start": layout.start_S, "length": layout.length_S, "tokens": layout.tokens_S, "id": layout.id_S}
+        for name, values in columns.items():
             self.fill(name, values)
+        self.fill("modality", layout.modality_S, -1)
+        self.fill("deep", torch.where(layout.modality_S == Modality.VIDEO, layout.grid_S3[:, 0].long(), 1), 1)
+        self.fill("payload", layout.tape_offsets_S1[:segments])
+        self.fill("free", (torch.diff(layout.choice_offsets_S1) == 0)[:segments].to(torch.uint8))
+        self.fill("grid", layout.grid_S3)
+        self.fill("extent", layout.extent_S3)
+        self.fill("segment", layout.segment_P)
         self.fill("coord", layout.coord_P3)
-        self.fill("row", self._rows(micro), table_rows(plan) - 1)
-        for modality in plan.media:
-            shown_N, hidden_N = Embedding.split(layout, corruption, modality)
-            self._fill_places(f"shown_{modality}", micro, modality, shown_N)
-            if plan.masks:
-                self._fill_places(f"hidden_{modality}", micro, modality, hidden_N)
-        if plan.masks:
-            nothing = torch.zeros(0, dtype=torch.int64)
-            self.fill("covered", nothing if corruption is None else corruption.covered_T, plan.positions)
-            self.fill("target", nothing if corruption is None else corruption.target_T, -1)
         if plan.scores_pairs:
-            self._fill_contrastive(micro, groups, rank)
+            self._fill_contrastive(layout, groups, rank)
         if plan.weights_K[LATE_INTERACTION]:
-            self._fill_late(micro)
+            self._fill_late(layout)
         if plan.weights_K[CHOICES]:
-            self._fill_choices(micro)
+            self._fill_choices(layout)
         used = batch.used_bytes - batch.layout.tape_offset
         end = plan.tape_offset + used
         self._buffer[plan.tape_offset : end].copy_(torch.from_numpy(batch.tape[:used]))
         return end
-
-    def _rows(self, micro: MicroBatch) -> Tensor:
-        """Row of the table of vectors (`table_rows`) at each position: bytes, prefixes, what hides media, and a row of zeros."""
-        layout, plan = micro.layout, self._plan
-        rows = torch.full((layout.num_positions,), table_rows(plan) - 1, dtype=torch.int64)
-        if layout.num_segments:
-            prefix = layout.positions[PREFIX]
-            rows[prefix] = MASK_BYTE + 1 + layout.modality_S[layout.segment_P[prefix]]
-            text, mask = layout.positions[Modality.TEXT + 1], layout.positions[MASK]
-            rows[torch.cat([text, mask])] = Embedding.shown(layout, micro.corruption, text, mask)
-            for k, modality in enumerate(plan.media):
-                rows[Embedding.split(layout, micro.corruption, modality)[1]] = MASK_BYTE + 1 + len(Modality) + k
-        return rows
-
-    def _fill_places(self, name: str, micro: MicroBatch, modality: Modality, position_N: Tensor) -> None:
-        self.fill(name, position_N, self._plan.positions)
-        places = payload_places(micro.layout, modality, position_N)
-        if isinstance(places, Patches):
-            for column, values in zip(_PLACES, places[:5], strict=True):
-                self.fill(f"{name}_{column}", values)
-        else:
-            self.fill(f"{name}_offset", places.offset_N)
-            self.fill(f"{name}_samples", places.samples_N)
 
     def _fill_named(self, name: str, named: NamedPairs, anchors: int) -> None:
         self.fill(f"{name}_offsets", named.offsets_M1, int(named.offsets_M1[-1]) if anchors else 0)
@@ -233,8 +198,8 @@ class BatchWriter:
         self.fill(f"{name}_attract", named.attract_E)
         self.fill(f"{name}_repel", named.repel_E)
 
-    def _fill_contrastive(self, micro: MicroBatch, groups: Sequence[Sequence[int]], rank: int) -> None:
-        layout, most = micro.layout, self._plan.segments
+    def _fill_contrastive(self, layout: BatchLayout, groups: Sequence[Sequence[int]], rank: int) -> None:
+        most = self._plan.segments
         # Each rank's candidates have a place of their own, whether it fills it or not.
         rank_first = most * rank
         own_S = torch.arange(layout.num_segments)
@@ -250,8 +215,7 @@ class BatchWriter:
         self.fill("pair_candidate_live", live)
         self._fill_named("pair", named_pairs(layout, own_S, layout.num_segments, own_S + rank_first), layout.num_segments)
 
-    def _fill_late(self, micro: MicroBatch) -> None:
-        layout = micro.layout
+    def _fill_late(self, layout: BatchLayout) -> None:
         sides = late_sides(layout, self._plan.contrastive)
         queries, documents = len(sides.query_Q), len(sides.document_N)
         for name, segments, most in (("query", sides.query_Q, self._plan.late.max_query_span), ("document", sides.document_N, None)):
@@ -266,8 +230,7 @@ class BatchWriter:
         self.fill("late_candidate_live", torch.ones(documents, dtype=torch.uint8))
         self._fill_named("late", sides.pairs.named, queries)
 
-    def _fill_choices(self, micro: MicroBatch) -> None:
-        layout = micro.layout
+    def _fill_choices(self, layout: BatchLayout) -> None:
         counts_S = torch.diff(layout.choice_offsets_S1)
         chooser_C = (counts_S > 0).nonzero()[:, 0]
         item_L = torch.repeat_interleave(torch.arange(len(chooser_C)), counts_S[chooser_C])
@@ -298,14 +261,26 @@ class DeviceBatch:
     def __getitem__(self, name: str) -> Tensor:
         return self._views[name]
 
-    def places(self, name: str, modality: Modality) -> Patches | Chunks:
-        """Where the payloads of a list of positions lie."""
-        shape = self.plan.shape
+    @property
+    def zero_row(self) -> int:
+        """The last row of the table of vectors, zeros: what stands where nothing is, and where a payload is added."""
+        return table_rows(self.plan) - 1
+
+    def places(self, modality: Modality, position_N: Tensor) -> Patches | Chunks:
+        """Where the payloads of positions of one modality lie; of P, at the tape's start and of no rows."""
+        shape, positions = self.plan.shape, self.plan.positions
+        live_N = position_N < positions
+        segment_N = self["segment"].index_select(0, position_N.clamp(max=positions - 1))
+        token_N = torch.where(live_N, position_N - self["start"].index_select(0, segment_N) - 1, 0)
+        offset_N, extent_N3 = self["payload"].index_select(0, segment_N), self["extent"].index_select(0, segment_N)
         if modality is Modality.AUDIO:
-            return Chunks(self[f"{name}_offset"], self[f"{name}_samples"], shape.audio.chunk_samples)
-        offset, row_pitch, frame_pitch, rows, columns = (self[f"{name}_{column}"] for column in _PLACES)
+            chunks = locate_chunks(offset_N, extent_N3, token_N, shape.audio.chunk_samples)
+            return Chunks(torch.where(live_N, chunks.offset_N, 0), torch.where(live_N, chunks.samples_N, 0), chunks.size)
+        grid_N3 = self["grid"].index_select(0, segment_N).clamp(min=1)
         slice_ = shape.image if modality is Modality.IMAGE else shape.video
         frames = 1 if modality is Modality.IMAGE else shape.video.tube_frames
+        patches = locate_patches(offset_N, extent_N3, grid_N3, token_N, frames, slice_.patch_side, slice_.channels)
+        offset, row_pitch, frame_pitch, rows, columns = (torch.where(live_N, column, 0) for column in patches[:5])
         return Patches(offset, row_pitch, frame_pitch, rows, columns, frames, slice_.patch_side, slice_.channels)
 
     def pairs(self, name: str) -> PairRows:

@@ -24,6 +24,7 @@ from treadle.kernels.payload_error import payload_error
 from treadle.kernels.segment_attention import segment_spans
 from treadle.kernels.tape_reference import Patches
 from treadle.model.device_batch import DeviceBatch
+from treadle.model.device_corruption import Hidden
 from treadle.model.mesh import World
 from treadle.model.network import Network
 from treadle.model.objectives import CHOICES, TERMS, TermSums, tied
@@ -72,18 +73,19 @@ def _take(x_PD: Tensor, index_N: Tensor) -> Tensor:
     return cast(Tensor, _Take.apply(x_PD, index_N))
 
 
-def fixed_sums(network: Network, batch: DeviceBatch, world: World, *, bf16: bool) -> TermSums:
+def fixed_sums(network: Network, batch: DeviceBatch, hidden: Hidden, world: World, *, bf16: bool) -> TermSums:
     """This rank's numerators, with their graph (collective where pairs are scored).
 
     Args:
+        hidden: what this step hides of the batch.
         bf16: products of the tower and of the pair terms run in bf16.
     """
     plan, device = batch.plan, batch.buffer.device
     product = torch.bfloat16 if bf16 else torch.float32
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16):
-        states_PD = tower_states(network, batch)
+        states_PD = tower_states(network, batch, hidden)
         pooled_SD = mean_pool(states_PD, batch["start"], batch["tokens"])
-        numerators = _masked(network, batch, states_PD) if plan.masks else {}
+        numerators = _masked(network, batch, hidden, states_PD) if plan.masks else {}
     if network.temperatures is not None:
         pooled_ND = world.gather(pooled_SD, [plan.segments] * world.size)
         value = pair_loss(
@@ -105,30 +107,30 @@ def fixed_sums(network: Network, batch: DeviceBatch, world: World, *, bf16: bool
     return TermSums(numerators, pooled_SD.detach())
 
 
-def tower_states(network: Network, batch: DeviceBatch) -> Tensor:
+def tower_states(network: Network, batch: DeviceBatch, hidden: Hidden) -> Tensor:
     """States after the final norm, `[P, D]`."""
     tower, start_S, length_S = network.tower, batch["start"], batch["length"]
-    x_PD, turn_PA, positions = _embedded(network, batch), tower.turn(batch["coord"]), batch.plan.positions
+    x_PD, turn_PA, positions = _embedded(network, batch, hidden), tower.turn(batch["coord"]), batch.plan.positions
     if choose("segment_attention", "auto", x_PD.device) == "triton":
         return tower.run(x_PD, start_S, length_S, turn_PA, None, segment_spans(start_S, length_S, positions))
     # Without Triton the op sorts segments by length in every layer: right, and slower than the path of free sizes.
     return tower.run(x_PD, start_S, length_S, turn_PA, None, None)
 
 
-def _embedded(network: Network, batch: DeviceBatch) -> Tensor:
+def _embedded(network: Network, batch: DeviceBatch, hidden: Hidden) -> Tensor:
     embedding, media = network.tower.embedding, batch.plan.media
     masks = [embedding.get_parameter(f"{modality}_mask")[None] for modality in media]
     nothing = torch.zeros_like(embedding.byte[:1])
-    x_PD = byte_embed(torch.cat([embedding.byte, embedding.prefix, *masks, nothing]), batch["row"])
+    x_PD = byte_embed(torch.cat([embedding.byte, embedding.prefix, *masks, nothing]), hidden.row_P)
     for modality in media:
-        name = f"shown_{modality}"
-        places, weight = batch.places(name, modality), embedding.get_parameter(str(modality))
+        shown_N = hidden.shown[modality]
+        places, weight = batch.places(modality, shown_N), embedding.get_parameter(str(modality))
         rows_ND = patch_embed(batch.tape, places, weight) if isinstance(places, Patches) else chunk_embed(batch.tape, places, weight)
-        x_PD = x_PD + cast(Tensor, _Place.apply(rows_ND.to(x_PD.dtype), batch[name], batch.plan.positions))
+        x_PD = x_PD + cast(Tensor, _Place.apply(rows_ND.to(x_PD.dtype), shown_N, batch.plan.positions))
     return x_PD
 
 
-def _masked(network: Network, batch: DeviceBatch, states_PD: Tensor) -> dict[str, Tensor]:
+def _masked(network: Network, batch: DeviceBatch, hidden: Hidden, states_PD: Tensor) -> dict[str, Tensor]:
     numerators: dict[str, Tensor] = {}
     for name, weight, modality in zip(TERMS, batch.plan.weights_K, Modality, strict=False):
         head = network.heads.of(modality)
@@ -137,11 +139,12 @@ def _masked(network: Network, batch: DeviceBatch, states_PD: Tensor) -> dict[str
         if modality is Modality.TEXT:
             # Logits in full precision, as on the path of free sizes.
             with torch.autocast(states_PD.device.type, enabled=False):
-                logits_TV = head(_take(states_PD, batch["covered"]))
-            numerators[name] = byte_cross_entropy(logits_TV, batch["target"])
+                logits_TV = head(_take(states_PD, hidden.covered_N))
+            numerators[name] = byte_cross_entropy(logits_TV, hidden.target_N)
         else:
-            prediction_NV = head(_take(states_PD, batch[f"hidden_{modality}"]))
-            numerators[name] = payload_error(prediction_NV, batch.tape, batch.places(f"hidden_{modality}", modality))
+            hidden_N = hidden.hidden[modality]
+            prediction_NV = head(_take(states_PD, hidden_N))
+            numerators[name] = payload_error(prediction_NV, batch.tape, batch.places(modality, hidden_N))
     return numerators
 
 

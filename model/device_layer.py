@@ -1,4 +1,4 @@
-"""What the step on CUDA asks of a device: buffers, streams, events, and work queued on streams.
+"""What the step on CUDA asks of a device: buffers, streams, events, work queued on streams, and recording it once to queue it again.
 
 The step is written against `DeviceLayer`, so that the order of its copies, its events and the reuse of its buffers can be shown without a
 GPU: a test's layer runs queued work as late as the events allow, and a buffer written too early shows in the numbers.
@@ -18,6 +18,8 @@ class DeviceLayer(Protocol):
     """A device that works through streams: work on one stream runs in order, streams wait for each other by events."""
 
     device: torch.device
+    captures: bool
+    """Whether `capture` is there."""
 
     def pinned(self, num_bytes: int) -> Tensor:
         """A uint8 buffer of the host that copies read while the host goes on."""
@@ -51,9 +53,19 @@ class DeviceLayer(Protocol):
         """Holds the host until the event has happened."""
         ...
 
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Records what `work` queues, without running it; answers what queues all of it again.
+
+        Raises:
+            RuntimeError: something in it cannot be recorded.
+        """
+        ...
+
 
 class CudaLayer:
-    """Streams and events of CUDA."""
+    """Streams, events and graphs of CUDA."""
+
+    captures = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -85,9 +97,22 @@ class CudaLayer:
     def synchronize(self, event: Event) -> None:
         event.synchronize()
 
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Of this thread alone: those of NCCL's watchdog and of who reads statistics ask for events meanwhile.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                work()
+        except RuntimeError:
+            torch.cuda.synchronize(self.device)
+            raise
+        return graph.replay
+
 
 class HostLayer:
     """A device without streams: work runs as it is queued. The fixed-shape step runs on it where there is no CUDA."""
+
+    captures = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -115,6 +140,9 @@ class HostLayer:
 
     def synchronize(self, event: Event) -> None:
         return None
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        raise RuntimeError("a host records nothing")
 
 
 def layer_of(device: torch.device) -> DeviceLayer:

@@ -103,6 +103,14 @@ class FlatParameters:
         """The whole parameters of a buffer of this layout, by name: views of it, or of a copy on the host."""
         return dict(self.views(flat.to("cpu", copy=True) if copied else flat))
 
+    def own(self, flat: Tensor) -> dict[str, Tensor]:
+        """What of a gradient in this layout this rank alone can tell, whole parameters on the host, copied; ranks' answers add up."""
+        return self.whole(flat, copied=True)
+
+    def comes_summed(self, name: str) -> bool:
+        """Whether a parameter's gradient is summed over ranks before it comes to the buffer."""
+        return False
+
     def place(self, flat: Tensor, found: Mapping[str, Tensor]) -> None:
         """Copies whole parameters into a buffer of this layout."""
         for name, view in self.views(flat):
@@ -129,11 +137,11 @@ class AdamW:
                 half.grad = parameters.gradients[begin:end]
                 self._halves.append(half)
                 groups.append({"params": [half], "weight_decay": decay})
-        # A number is exact on the CPU; a graph captured on CUDA reads the rate from the device.
-        self._rate = torch.zeros((), device=device) if device.type == "cuda" else None
+        # A captured graph reads the rate from its device. The kernels of CUDA take fp32; those of the CPU keep what it is given.
+        self._rate = torch.zeros((), dtype=torch.float32 if device.type == "cuda" else torch.float64, device=device)
         self._optimizer = torch.optim.AdamW(
             groups,
-            lr=0.0 if self._rate is None else self._rate,
+            lr=self._rate,
             betas=(config.beta1, config.beta2),
             eps=config.eps,
             fused=True,
@@ -153,21 +161,14 @@ class AdamW:
             }
 
     def step(self, learning_rate: float | Tensor, refused: Tensor) -> None:
-        """Updates the weights by their gradients, unless `refused` (a scalar on the device) is true.
-
-        A rate that is a tensor stays on its device where that is CUDA.
-        """
+        """Updates the weights by their gradients, unless `refused` (a scalar on the device) is true. Reads nothing back."""
         found_inf = refused.to(torch.float32)
         # The fused kernels read the flag where a gradient scaler leaves it.
         setattr(self._optimizer, "found_inf", found_inf)  # noqa: B010
-        for group in self._optimizer.param_groups:
-            if self._rate is None:
-                group["lr"] = float(learning_rate)
-        if self._rate is not None:
-            if isinstance(learning_rate, Tensor):
-                self._rate.copy_(learning_rate.reshape(()))
-            else:
-                self._rate.fill_(learning_rate)
+        if isinstance(learning_rate, Tensor):
+            self._rate.copy_(learning_rate)
+        else:
+            self._rate.fill_(learning_rate)
         self._optimizer.step()
         self.updates += 1 - found_inf
 

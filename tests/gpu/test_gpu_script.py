@@ -5,6 +5,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -67,7 +69,7 @@ def test_the_sanitizer_sees_every_op() -> None:
     assert done.returncode == 0, done.stdout
     ops = (
         "attention", "patch_embed", "chunk_embed", "byte_embed", "rms_norm", "rotary", "swiglu", "mean_pool", "byte_cross_entropy",
-        "patches_and_tubes", "pair_loss", "row_loss", "maxsim",
+        "patches_and_tubes", "pair_loss", "row_loss", "maxsim", "cover_spans",
     )  # fmt: skip
     assert [op for op in ops if f"::test_{op}[" not in done.stdout] == []
 
@@ -111,6 +113,48 @@ def test_the_report_holds_what_was_measured(tmp_path: Path) -> None:
 def test_a_check_that_runs_too_long_is_stopped() -> None:
     found = gpu.run_tests([sys.executable, "-c", "import time; time.sleep(60)"], 0.5)
     assert found["status"] == 124 and "ran past" in found["last"]
+
+
+def test_the_whole_script_runs_on_a_pretended_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every part in its order, at small sizes on the CPU; the tests that it would start are listed."""
+    torch.set_num_threads(1)
+    for name in ("empty_cache", "reset_peak_memory_stats", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    for name in ("memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
+    # Asked first by the script, afterwards by torch itself.
+    answers = iter([True])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: next(answers, False))
+
+    def timed(work: Callable[[], object], repeats: int = 20) -> float:
+        begin = time.perf_counter()
+        work()
+        return 1e3 * (time.perf_counter() - begin)
+
+    asked: list[list[str]] = []
+
+    def tested(arguments: Sequence[str], limit_s: float, environment: Mapping[str, str] | None = None) -> dict[str, Any]:
+        asked.append([*arguments])
+        return {"command": arguments[-1], "status": 0, "last": "1 passed", "failures": [], "seconds": 1.0}
+
+    small = {"rows": 4, "columns": 64, "hidden": 128, "depth": 1, "steps": 1, "device": "cpu"}
+    steps_figures = gpu.steps_figures
+    monkeypatch.setattr(gpu, "time_ms", timed)
+    monkeypatch.setattr(gpu, "run_tests", tested)
+    monkeypatch.setattr(gpu, "sanitizer", lambda: ["compute-sanitizer"])
+    monkeypatch.setattr(gpu, "cases", lambda _: gpu_cases.cases(torch.device("cpu"), small=True))
+    monkeypatch.setattr(gpu, "steps_figures", lambda chip: steps_figures(chip, **small))
+    status = gpu.main(["--out", str(tmp_path)])
+    report = json.loads((tmp_path / "gpu.json").read_text())
+    files = {Path(arguments[-1]).name for arguments in asked}
+    assert {"test_attention.py", "test_cover_spans.py", "test_step_on_cuda.py", "test_ranks_on_cuda.py"} <= files
+    assert asked[-1][0] == "compute-sanitizer" and report["device"] == "NVIDIA H200"
+    assert not [check for check in report["checks"] if check["command"] == "table"], "a part of the table failed"
+    names = {figure["name"] for figure in report["figures"]}
+    assert "MFU at the reference shape" in names and all(any(name.startswith(case) for name in names) for case in CASES)
+    # A CPU misses the targets.
+    assert status == 1 and (tmp_path / "gpu.md").read_text().startswith("# Treadle on NVIDIA H200")
 
 
 def test_steps_are_measured_and_compared() -> None:

@@ -45,12 +45,17 @@ class FakeStream:
 class LazyLayer:
     """A device layer whose work waits until the host waits for it."""
 
+    captures = False
+
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self.compute = FakeStream()
         self.streams = [self.compute]
         self.waits = 0
         """Times that the host had to wait."""
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        raise RuntimeError("rings are filled outside of graphs")
 
     def pinned(self, num_bytes: int) -> Tensor:
         return torch.full((num_bytes,), 255, dtype=torch.uint8)

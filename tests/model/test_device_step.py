@@ -155,11 +155,13 @@ def test_a_plan_holds_every_position_hidden_or_shown(tiny: Tiny) -> None:
     spans = sorted((f.offset, f.offset + f.bytes) for f in plan.fields.values())
     assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
     assert spans[-1][1] <= plan.tape_offset and plan.bytes >= plan.tape_offset + plan.shape.tape_bytes
-    for share in (0.01, 0.15, 0.5, 0.9, 1.0):
+    for share in (0.01, 0.15, 0.33335, 0.5, 0.9, 0.90006, 1.0):
+        plan.hidden_shares = dict.fromkeys(Modality, share)
         for n in range(2, 70):  # n tokens and a prefix
-            hidden = min(max(n * round(10_000 * share) // 10_000, 1), n - 1)
-            whole = plan.positions // (n + 1)
-            assert whole * hidden <= plan.most_hidden(share)
+            count = min(max(n * round(10_000 * share) // 10_000, 1), n - 1)
+            assert plan.positions // (n + 1) * count <= plan.most_hidden(Modality.AUDIO)
+            # n columns of ten tubes
+            assert plan.positions // (10 * n + 1) * 10 * count <= plan.most_hidden(Modality.VIDEO)
     assert plan.candidates == 2 * plan.segments
 
 

@@ -13,7 +13,18 @@ from treadle.model.corruption import Corruption, corrupt
 from treadle.model.layout import BatchLayout
 from treadle.model.tower import Tower
 
-OPS = ("byte_embed", "chunk_embed", "mean_pool", "patch_embed", "philox", "rms_norm", "rotary", "segment_attention", "swiglu")
+OPS = (
+    "byte_embed",
+    "chunk_embed",
+    "cover_spans",
+    "mean_pool",
+    "patch_embed",
+    "philox",
+    "rms_norm",
+    "rotary",
+    "segment_attention",
+    "swiglu",
+)
 
 # Ten roundings to 8 bits, one after another, of values that are summed with others.
 NORM_ERROR = {torch.float32: 2e-5, torch.bfloat16: 0.03}
