@@ -129,6 +129,11 @@ class HeldOut:
         self.batches.append(batch)
         self.items.append(listed)
 
+    @property
+    def forward_passes(self) -> int:
+        """How often an evaluation runs the tower: on items as training corrupts them, where it does, and on whole ones."""
+        return len(self.batches) * (1 if self.config.objective is Objective.CONTRASTIVE else 2)
+
     def evaluate(self, network: Network, device: torch.device, *, bf16: bool = False, dimensions: int | None = None) -> HeldOutResult:
         """Runs the network on the samples, without a gradient.
 
@@ -165,3 +170,11 @@ class HeldOut:
             logger.warning("%d of %d held-out vectors are not finite: they are left out of recall", len(items) - len(kept), len(items))
         kinds = [self.settings.kinds.get(items[n].field, str(items[n].modality)) for n in kept]
         return retrieve_between(vectors_ND[kept], kinds, [items[n].label for n in kept])
+
+
+def take_part(network: Network, config: TrainerConfig, device: torch.device, forward_passes: int) -> None:
+    """Runs a sharded tower on nothing as often as rank 0 runs it in an evaluation, which needs this rank's slices of the blocks."""
+    layout = BatchLayout.empty(config.batch.resolved(), device)
+    with torch.no_grad():
+        for _ in range(forward_passes):
+            network.tower(layout, None)

@@ -45,14 +45,12 @@ def train_command(
         click.echo(template(RunSettings))
         return
     settings, checkpoint = _settings(config, resume, parameters)
-    if auto_resume and checkpoint is None:
-        checkpoint = _latest_of(settings.output)
     if show_config:
         from treadle.launch.toml_text import to_tree, toml_text
 
         click.echo(toml_text(to_tree(settings.resolved())), nl=False)
         return
-    _start(settings, checkpoint)
+    _start(settings, checkpoint, auto_resume=auto_resume and checkpoint is None)
 
 
 def _settings(config: Path | None, resume: Path | None, parameters: dict[str, Any]) -> tuple[RunSettings, Path | None]:
@@ -95,18 +93,21 @@ def _leaves() -> "list[Any]":
     return leaves(RunSettings)
 
 
-def _start(settings: RunSettings, checkpoint: Path | None) -> None:
+def _start(settings: RunSettings, checkpoint: Path | None, *, auto_resume: bool) -> None:
     from treadle.launch import workers
 
     os.environ.update(workers.adopt_slurm(os.environ))
     role = workers.role(settings.workers, os.environ)
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    if checkpoint is None and restarted:
-        checkpoint = _latest_of(settings.output)
+    if restarted or auto_resume:
+        # What was saved since is newer than the checkpoint that the first start was given.
+        checkpoint = _latest_of(settings.output) or checkpoint
     elif checkpoint is None:
         refuse_used(settings.output)
     if role == "launcher":
-        workers.start_ranks(settings.workers, lambda folder: _rank_arguments(settings, checkpoint, folder), STOPPED_VARIABLE)
+        # Ranks look themselves, each time they start: a machine that comes back would else name an older checkpoint than the others.
+        given = ["--auto-resume"] if auto_resume else ["--resume", str(checkpoint)] if checkpoint is not None else []
+        workers.start_ranks(settings.workers, lambda folder: [*_rank_arguments(settings, folder), *given], STOPPED_VARIABLE)
         return
     train_here(settings, checkpoint)
 
@@ -134,7 +135,7 @@ def _latest_of(output: Path) -> Path | None:
         return None  # it failed before its first checkpoint
 
 
-def _rank_arguments(settings: RunSettings, checkpoint: Path | None, folder: Path) -> list[str]:
+def _rank_arguments(settings: RunSettings, folder: Path) -> list[str]:
     """The command that every rank runs: the configuration with all flags in it, in a file of `folder`."""
     from treadle.launch.files import write_text
     from treadle.launch.toml_text import to_tree, toml_text
@@ -142,7 +143,7 @@ def _rank_arguments(settings: RunSettings, checkpoint: Path | None, folder: Path
     path = folder / "ranks.toml"
     write_text(path, toml_text(to_tree(settings)))
     verbose = ["-v"] if logging.getLogger().isEnabledFor(logging.INFO) else []
-    return [*verbose, "train", str(path), *(["--resume", str(checkpoint)] if checkpoint is not None else [])]
+    return [*verbose, "train", str(path)]
 
 
 def train_here(settings: RunSettings, checkpoint: Path | None) -> None:

@@ -10,18 +10,17 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from treadle.launch.config import ConfigError
 from treadle.launch.files import make_folder, write_text
-from treadle.launch.held_out import HeldOut, HeldOutResult
+from treadle.launch.held_out import HeldOut, HeldOutResult, take_part
 from treadle.launch.report import STAGE_NAMES, Bar, Number, RunLog, input_stats
 from treadle.launch.settings import RunSettings
 from treadle.launch.signals import StopRequest
 from treadle.launch.streams import open_stream, quarantine_path, stream_sources, with_listed_sources
 from treadle.launch.toml_text import to_tree, toml_text
 from treadle.model import Mesh, StepResult, Trainer
-from treadle.model.checkpoint import read_checkpoint
+from treadle.model.checkpoint import read_checkpoint, versions
 from treadle.model.checkpoint_folder import FOLDER, CheckpointFolder
-from treadle.model.mesh import World
+from treadle.model.mesh import World, require_same
 from treadle.model.objectives import TERMS, term_weights
 from treadle.pipeline import PackedBatch, PackedReader, Quarantine, ShardStream
 from treadle.shape import Objective
@@ -102,22 +101,20 @@ class Run:
         """Trains until the schedule ends, the data end or somebody asks to stop; saves in every case.
 
         Raises:
-            ValueError: the configuration does not fit the data, the checkpoint or the other ranks.
+            ValueError: the configuration does not fit the data, the checkpoint or the other ranks; or no batch came from the data.
             StorageFileError: a checkpoint could not be read or written.
         """
         settings = self.settings
-        if settings.trainer.parallel != "replicate" and settings.held_out.sources:
-            raise ConfigError(
-                f"trainer.parallel is {settings.trainer.parallel!r} and held_out.sources is set: the evaluation runs on rank 0, which holds no "
-                "whole tower then; leave held_out.sources empty and run `treadle evaluate` on the checkpoints"
-            )
         with ExitStack() as stack:
             mesh = stack.enter_context(Mesh.bootstrap(settings.mesh, device=settings.trainer.device))
             world = mesh.world
+            require_same(world, _shared(settings))
             first = world.rank == 0
+            self._held_out: HeldOut | None = None
             if first:
                 # Held-out shards that are missing are told now, not hours later.
-                self._held_out = HeldOut.read(settings.held_out, settings.trainer) if settings.held_out.sources else None
+                if settings.held_out.sources:
+                    self._held_out = HeldOut.read(settings.held_out, settings.trainer)
                 make_folder(settings.output)
                 make_folder(settings.output / FOLDER)
             resume = self._resume or settings.trainer.resume
@@ -150,6 +147,9 @@ class Run:
         self._result: HeldOutResult | None = None
         self._evaluated_step = -1
         trainer.fit(self._metered(stream), on_step=self._on_step)
+        if not trainer.steps_done and not self._stop:
+            left_out = stream.quarantine.summary() if stream.quarantine is not None else "nothing was quarantined"
+            raise ValueError(f"no batch came from the data, so nothing was trained ({left_out}): check data.sources and data.schema")
         if not self._stop.urgent:
             self._evaluate()
         self._checkpoints.save(trainer)
@@ -226,6 +226,11 @@ class Run:
             return
         self._evaluated_step = step
         began_s, value = time.monotonic(), None
+        if trainer.network.runs_when_empty:
+            passes = trainer.world.exchange([self._held_out.forward_passes if self._held_out is not None else 0])[0][0]
+            if trainer.world.rank:
+                with trainer.world.waiting("an evaluation"):
+                    take_part(trainer.network, settings.trainer, trainer.device, passes)
         if trainer.world.rank == 0:
             assert self._held_out is not None
             bf16 = (settings.trainer.precision or ("bf16" if trainer.device.type == "cuda" else "fp32")) == "bf16"
@@ -266,6 +271,22 @@ def summary(result: HeldOutResult, objective: Objective) -> str:
         shown = ", ".join(f"{found} {100 * pair.recall[1]:.0f}" for (query, found), pair in result.pairs.items() if query == most)
         text += f"; recall@1 in percent, {most} to {shown}; {100 * (result.mean_recall or 0):.1f} over all pairs"
     return text
+
+
+_OF_A_MACHINE = ("threads", "processes", "cache", "cache_bytes", "quarantine")
+"""Settings of the data that machines need not have in common."""
+
+
+def _shared(settings: RunSettings) -> dict[str, object]:
+    """What every rank must have alike, beside what the trainer compares: the order of the data, and when ranks save and evaluate together."""
+    names = ("log_every", "save_every", "keep", "stop_after_s", "evaluate_every")
+    data = {name: value for name, value in to_tree(settings.data).items() if name not in _OF_A_MACHINE}
+    return {
+        "versions": versions(),
+        "data": data,
+        "held_out": to_tree(settings.held_out),
+        **{name: getattr(settings, name) for name in names},
+    }
 
 
 def _opened(settings: RunSettings, world: World) -> ShardStream | PackedReader:

@@ -1,11 +1,13 @@
 """How a command becomes the processes of a run: one per GPU, on one machine or several, or a rank that somebody else started."""
 
+import contextlib
 import logging
 import os
 import re
 import socket
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -16,6 +18,10 @@ logger = logging.getLogger(__name__)
 
 SAVING_S = 600
 """How long a rank that was asked to stop may take to save before it is killed, seconds."""
+
+
+SILENCE_S = 30
+"""How long the machine where launchers meet may not answer, seconds; it takes a launcher for lost after 15."""
 
 
 class RankFailedError(RuntimeError):
@@ -56,6 +62,21 @@ def address_towards(host: str, port: int) -> str | None:
         return None
 
 
+def bound_waits(port: int, silence_s: float, ended: threading.Event) -> None:
+    """Gives up this process's connections to `port` of another machine when it leaves them unanswered for `silence_s`, until `ended`.
+
+    PyTorch's launcher asks the machine where launchers meet, and waits for an answer as long as the kernel does: a quarter of an hour.
+    """
+    while not ended.wait(1.0):
+        for name in os.listdir("/proc/self/fd") if hasattr(socket, "TCP_USER_TIMEOUT") else ():
+            with contextlib.suppress(OSError):
+                if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                    continue
+                with socket.socket(fileno=os.dup(int(name))) as connection:
+                    if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getpeername()[1] == port:
+                        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * silence_s))
+
+
 def count_gpus() -> int:
     """CUDA devices of this machine that PyTorch can use."""
     import torch
@@ -89,6 +110,7 @@ def start_ranks(settings: WorkerSettings, arguments: Callable[[Path], Sequence[s
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousConnectionError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     host, _, port = settings.rendezvous.rpartition(":")
@@ -108,12 +130,25 @@ def start_ranks(settings: WorkerSettings, arguments: Callable[[Path], Sequence[s
         # PYTHONSAFEPATH keeps the current folder off the ranks' import path.
         os.environ |= {stopped_variable: str(marker), "PYTHONSAFEPATH": "1"}
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SAVING_S))
+        if settings.nodes > 1:
+            # A launcher that comes back waits for the address of the ranks' store, which launchers tell only once where theirs is shared.
+            os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes_here(settings))))
+        ended = threading.Event()
+        if settings.nodes > 1:
+            threading.Thread(target=bound_waits, args=(int(port), SILENCE_S, ended), name="treadle-waits", daemon=True).start()
         try:
             elastic_launch(config, sys.executable)("-m", "treadle.launch", *arguments(Path(folder)))
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
             raise RankFailedError(f"rank {rank} failed with exit code {failure.exitcode}: its message stands above") from error
+        except RendezvousConnectionError as error:
+            raise RankFailedError(
+                f"{settings.rendezvous}, where launchers meet, does not answer: the launcher of node 0 has ended, or the network to it is cut; "
+                "start the command again on every machine, with --auto-resume"
+            ) from error
         except SignalException as error:
             if not marker.exists() and settings.node_rank == 0:
                 raise RankFailedError(f"stopped by {error.sigval.name} before rank 0 had saved") from error
+        finally:
+            ended.set()

@@ -6,6 +6,7 @@ name, the first. Every argument is checked before anything changes.
 
 import json
 import math
+import numbers
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -136,9 +137,16 @@ class GradientsAccumulator(_Window):
         """Adds the module's gradients.
 
         Raises:
-            ValueError: `module` is no module, or a gradient changed its shape within the window.
+            ValueError: `module` is no module, a gradient changed its shape within the window, or has a type that the window's sum, or any
+                sum, cannot take (complex on real, eight bits); nothing is added.
         """
-        for name, gradient in self._read(module).items():
+        found = self._read(module)
+        refuse("gradients cannot be summed", [
+            f"{name} is {gradient.dtype}, the window holds it as {self._sums[name].dtype}"
+            for name, gradient in found.items()
+            if name in self._sums and not torch.can_cast(gradient.dtype, self._sums[name].dtype)
+        ] + [f"{name} is {g.dtype}: sum it with weights, in a wider type" for name, g in found.items() if g.dtype.itemsize == 1])  # fmt: skip
+        for name, gradient in found.items():
             kept = self._sums.get(name)
             if kept is None:
                 self._sums[name] = gradient.clone()
@@ -245,11 +253,8 @@ class WeightedGradientsAccumulator(_Window):
             raise ValueError(f"the window of {state.microbatches} micro-batches weighs nothing: it has no mean")
         sums = self._sums if world is None or world.size == 1 else self._over(world)
         weight = state.total_weight if mean else 1.0
-        # Divided in float64: a weight or a scale beyond the work type's range must not turn a gradient into zero or infinity half way.
-        gradients = {
-            name: (total.double() / weight / self._loss_scale).to(self._dtype) if (weight, self._loss_scale) != (1.0, 1.0) else total
-            for name, total in sums.items()
-        }
+        plain = (weight, self._loss_scale) == (1.0, 1.0)
+        gradients = {name: total if plain else _over(total, weight, self._loss_scale).to(self._dtype) for name, total in sums.items()}
         self._clear()
         self._total_weight, self._microbatches = 0.0, 0
         return AccumulatedGradients(gradients, state)
@@ -280,9 +285,17 @@ class WeightedGradientsAccumulator(_Window):
         return accumulator
 
 
+def _over(total: Tensor, weight: float, scale: float) -> Tensor:
+    """`total / weight / scale` in float64, with no zero or infinity half way: powers of two are exact, so they are taken out and put on last."""
+    (weight, up), (scale, further) = math.frexp(weight), math.frexp(scale)
+    power = up + further - 2
+    third = int(power / 3)  # all of one sign, and each in range
+    return total.double() / (2 * weight) / (2 * scale) * 2.0**-third * 2.0**-third * 2.0 ** -(power - 2 * third)
+
+
 def _number(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{name} is {value!r}: it must be a finite number")
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise ValueError(f"{name} is {value!r}: it must be a finite number, of Python or numpy (a tensor's is its item())")
     try:
         number = float(value)
     except OverflowError:

@@ -1,6 +1,6 @@
 """The world of ranks that train one tower together: how it meets, and the few collectives that a step needs.
 
-Only this file imports torch.distributed, and only when there is more than one process. A world of one is the identity, so that the step
+Only this file and `mesh_store.py` import torch.distributed, and only when there is more than one process. A world of one is the identity, so that the step
 is written once. Device tensors travel by NCCL or gloo; what the host knows anyway (counts, flags) travels by gloo, without waiting for
 the device.
 
@@ -75,6 +75,13 @@ class World:
         """Bytes that this rank has sent since it joined."""
         return self.traffic.total
 
+    def waiting(self, name: str) -> AbstractContextManager[None]:
+        """Marks a wait that ends when all ranks have come as far, so that a rank that hangs is named."""
+        return nullcontext()
+
+    def passed(self) -> None:
+        """Tells of a place, before a collective that is not this world's, that every rank passes equally often."""
+
     def gather(self, x_SD: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
         """All ranks' rows in rank order, `[N, ...]`; differentiable, the backward pass sums over ranks what each took from a row.
 
@@ -140,8 +147,12 @@ class ProcessWorld(World):
             self._watch.close()
             self._watch = None
 
-    def _waiting(self, name: str) -> AbstractContextManager[None]:
+    def waiting(self, name: str) -> AbstractContextManager[None]:
         return nullcontext() if self._watch is None else self._watch.waiting(name)
+
+    def passed(self) -> None:
+        if self._watch is not None:
+            self._watch.passed()
 
     def gather(self, x_SD: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
         if sizes is None:
@@ -151,7 +162,7 @@ class ProcessWorld(World):
 
     def all_sum(self, x: Tensor) -> Tensor:
         self.traffic.sums += sum_bytes(self.size, x.nbytes)
-        with self._waiting("a sum"):
+        with self.waiting("a sum"):
             self._dist.all_reduce(x)
         return x
 
@@ -166,13 +177,13 @@ class ProcessWorld(World):
 
     def wait_for(self, work: object) -> None:
         if isinstance(work, self._dist.Work):
-            with self._waiting("a sum of gradients"):
+            with self.waiting("a sum of gradients"):
                 work.wait()
 
     def exchange(self, values: Sequence[int]) -> list[list[int]]:
         mine = torch.tensor(list(values), dtype=torch.int64)
         self.traffic.host += gather_bytes(self.size, mine.nbytes)
-        with self._waiting("an exchange of counts"):
+        with self.waiting("an exchange of counts"):
             # Bruck's gather: each round doubles what a rank knows, log2(W) rounds where the backend's ring takes W - 1.
             known = mine.new_empty((self.size, len(mine)))
             known[0] = mine
@@ -193,14 +204,14 @@ class ProcessWorld(World):
         padded = _to_tensor(data, max(lengths))
         everyone = [torch.empty_like(padded) for _ in range(self.size)]
         self.traffic.host += gather_bytes(self.size, padded.nbytes)
-        with self._waiting("an exchange of messages"):
+        with self.waiting("an exchange of messages"):
             self._dist.all_gather(everyone, padded)
         return [row[:length].numpy().tobytes() for row, length in zip(everyone, lengths, strict=True)]
 
     def collect_bytes(self, data: bytes) -> list[bytes] | None:
         lengths = [row[0] for row in self.exchange([len(data)])]
         if self.rank:
-            with self._waiting("a message to rank 0"):
+            with self.waiting("a message to rank 0"):
                 if data:
                     self.traffic.host += len(data)
                     self._dist.send(_to_tensor(data, len(data)), dst=0)
@@ -209,17 +220,17 @@ class ProcessWorld(World):
         for rank in range(1, self.size):
             part = torch.empty(lengths[rank], dtype=torch.uint8)
             if lengths[rank]:
-                with self._waiting("a message to rank 0"):
+                with self.waiting("a message to rank 0"):
                     self._dist.recv(part, src=rank)
             parts.append(part.numpy().tobytes())
         return parts
 
     def share_bytes(self, data: bytes) -> bytes:
         length = torch.tensor([len(data)])
-        with self._waiting("a message of rank 0"):
+        with self.waiting("a message of rank 0"):
             self._dist.broadcast(length, src=0)
         shared = _to_tensor(data if self.rank == 0 else b"", int(length))
-        with self._waiting("a message of rank 0"):
+        with self.waiting("a message of rank 0"):
             self._dist.broadcast(shared, src=0)
         return shared.numpy().tobytes()
 
@@ -233,7 +244,7 @@ class ProcessWorld(World):
         # One buffer: where all ranks hold equally many rows it is the answer, and the only copy of the world's rows.
         whole = x.new_empty((self.size, most, *x.shape[1:]))
         everyone = list(whole.unbind(0))
-        with self._waiting("a gather of rows"):
+        with self.waiting("a gather of rows"):
             self.traffic.rows += gather_bytes(self.size, padded.nbytes)
             self._dist.all_gather(everyone, padded)
         if min(sizes) == most:
@@ -252,7 +263,7 @@ class ProcessWorld(World):
         mine = x_ND.new_empty((most, *x_ND.shape[1:]))
         if mine.numel():
             self.traffic.rows_back += gather_bytes(self.size, mine.nbytes)
-            with self._waiting("a scatter of rows"):
+            with self.waiting("a scatter of rows"):
                 self._scatter(mine, padded)
         return mine[: sizes[self.rank]]
 
@@ -415,10 +426,10 @@ def _bootstrap_by_environment(options: MeshOptions, device: str | torch.device |
             if not os.environ.get(name):
                 raise ValueError(f"environment variable {name} is not set: start the process with torchrun, or set it to rank 0's")
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # re-exported without saying so
-        from torch.distributed.rendezvous import rendezvous
 
-        wait = timedelta(seconds=options.timeout_s)
-        store, _, _ = next(iter(rendezvous("env://", numbers["RANK"], numbers["WORLD_SIZE"], timeout=wait)))
+        from treadle.model.mesh_store import store_of_environment
+
+        store = store_of_environment(numbers["RANK"], options.timeout_s)
         meeting = arrive(store, numbers["RANK"], numbers["WORLD_SIZE"], options.timeout_s)
         dist.init_process_group(
             _backend_for(picked),
@@ -438,11 +449,13 @@ def _bootstrap_by_folder(options: MeshOptions, device: str | torch.device | None
     import torch.distributed as dist
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # re-exported without saying so
 
+    from treadle.model.mesh_store import own_address
+
     stores: list[TCPStore] = []
     timeout = timedelta(seconds=options.collective_timeout_s + WATCH_GRACE_S)
 
     def open_store(hosts: list[str]) -> tuple[str, int]:
-        address = "127.0.0.1" if len(set(hosts)) == 1 else _own_address()
+        address = "127.0.0.1" if len(set(hosts)) == 1 else own_address()
         store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
         stores.append(store)
         return address, store.port
@@ -459,16 +472,6 @@ def _bootstrap_by_folder(options: MeshOptions, device: str | torch.device | None
     mesh = _joined(picked, options)
     meeting.close()
     return mesh
-
-
-def _own_address() -> str:
-    """The address by which other machines reach this one, as far as the routing table tells."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # nothing is sent: connecting a datagram socket only picks the route
-            return str(probe.getsockname()[0])
-        except OSError:
-            return socket.gethostbyname(socket.gethostname())
 
 
 def _joined(device: torch.device, options: MeshOptions) -> Mesh:

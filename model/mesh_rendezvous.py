@@ -11,6 +11,7 @@ import os
 import re
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -23,6 +24,12 @@ MAX_FILE_BYTES = 1 << 20
 MAX_NAMED_PEERS = 16
 REFUSAL_GRACE_S = 2.0
 """How much longer than process 0 the others wait, to hear from it who was missing."""
+
+READING_S = 10.0
+"""How long process 0 waits at most for the others to have read its refusal."""
+
+BLOCKED_GRACE_S = 3.0
+"""How much longer again a folder may take over what is under way."""
 
 _JOB = re.compile(r"[A-Za-z0-9._-]{0,100}")
 
@@ -39,7 +46,7 @@ class PeersMissingError(TimeoutError):
 
 
 class FolderRefusedError(OSError):
-    """The folder to meet in cannot be written: it is full, read-only or gone."""
+    """The folder to meet in cannot be written: it is full, read-only, gone or blocked."""
 
 
 class Store(Protocol):
@@ -83,6 +90,8 @@ def arrive(store: Store, rank: int, size: int, timeout_s: float) -> str:
                     reason = _ranks_missing(sorted(set(range(size)) - members.keys()), size, timeout_s)
                 listed = [name for names in members.values() for name in names]
                 store.set(f"treadle/{call}/answer", json.dumps({"members": listed, "reason": reason, "missing": missing}))
+                if reason:
+                    _wait_for_readers(store, call, len(listed) - 1)
                 _end(reason, missing)
                 return call
             if store.get("treadle/call").decode() != call:
@@ -90,6 +99,7 @@ def arrive(store: Store, rank: int, size: int, timeout_s: float) -> str:
             time.sleep(wait_s)
             wait_s = min(MAX_POLL_S, wait_s * 1.2)
     answered: set[str] = set()
+    passed_over = False
     while time.monotonic() <= deadline + REFUSAL_GRACE_S:
         if store.check(["treadle/call"]):
             call = store.get("treadle/call").decode()
@@ -99,11 +109,26 @@ def arrive(store: Store, rank: int, size: int, timeout_s: float) -> str:
             if store.check([f"treadle/{call}/answer"]):
                 note = json.loads(store.get(f"treadle/{call}/answer"))
                 if mine in note["members"]:
+                    store.add(f"treadle/{call}/read", 1)
                     _end(note["reason"], note["missing"])
                     return call
+                # An earlier start's, or this one's that had all it wanted: a newer call may come.
+                passed_over = True
         time.sleep(wait_s)
         wait_s = min(MAX_POLL_S, wait_s * 1.2)
+    if passed_over:
+        raise RendezvousError(
+            f"rank 0 has met its ranks without this one on {socket.gethostname()}, and has not called again within {timeout_s:g} s: another "
+            f"process came as rank {rank}, or rank 0 has ended since; start each rank once"
+        )
     raise PeersMissingError(_ranks_missing([0], size, timeout_s))
+
+
+def _wait_for_readers(store: Store, call: str, count: int) -> None:
+    """Rank 0's process may hold the store: it ends once the others know why."""
+    deadline = time.monotonic() + READING_S
+    while store.add(f"treadle/{call}/read", 0) < count and time.monotonic() < deadline:
+        time.sleep(POLL_S)
 
 
 def _answer(store: Store, call: str, rank: int, name: str) -> None:
@@ -168,11 +193,35 @@ def meet(directory: str | Path, job: str, index: int, count: int, timeout_s: flo
         ValueError: the job's name cannot be a folder's.
         RendezvousError: two processes came with one index, or with different counts; raised by all of them.
         PeersMissingError: not all came within `timeout_s`; the message names the missing.
-        FolderRefusedError: the folder cannot be written.
+        FolderRefusedError: the folder cannot be written, or does not answer.
     """
     if not _JOB.fullmatch(job) or job in (".", ".."):
         raise ValueError(f"MeshOptions.job is {job!r}: it must be letters, digits, '.', '_' and '-', at most 100")
     folder = Path(directory) / (f"treadle-{job}" if job else "treadle")
+    met: list[Meeting] = []
+    failed: list[BaseException] = []
+
+    def party() -> None:
+        try:
+            met.append(_meet(folder, index, count, timeout_s, open_store))
+        except BaseException as error:
+            failed.append(error)
+
+    # A file system that has lost its server blocks whoever asks it for anything, beyond every time-out.
+    thread = threading.Thread(target=party, name="treadle-meet", daemon=True)
+    thread.start()
+    thread.join(timeout_s + REFUSAL_GRACE_S + BLOCKED_GRACE_S)
+    if failed:
+        raise failed[0]
+    if not met:
+        raise FolderRefusedError(
+            f"{folder} has not answered process {index} within {timeout_s:g} s: the file system is blocked or far too slow; look after its "
+            "server, or name another directory"
+        )
+    return met[0]
+
+
+def _meet(folder: Path, index: int, count: int, timeout_s: float, open_store: OpenStore) -> Meeting:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -5,7 +5,7 @@ on `W - 1` parts of a gather or a reduce-scatter, and both of a sum. Backends ma
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
 
 
 def gather_bytes(world_size: int, part_bytes: int) -> int:
@@ -37,6 +37,15 @@ class Traffic:
     def total(self) -> int:
         """All of them."""
         return self.host + self.rows + self.rows_back + self.sums + self.gradients
+
+    def since(self, before: "Traffic") -> "Traffic":
+        """What has been sent beside what had been `before`."""
+        return Traffic(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
+
+    def add(self, more: "Traffic") -> None:
+        """Counts `more` as sent: a captured graph sends without calling."""
+        for field in fields(self):
+            setattr(self, field.name, getattr(self, field.name) + getattr(more, field.name))
 
 
 def step_bytes(

@@ -3,6 +3,8 @@
 Each rank counts its collectives and a thread of its own writes that count to the world's store. A rank that has waited in one collective for
 longer than the time-out reads everybody's count: those that are behind have not come to it. It writes their names where all threads look; every
 rank then dumps the stacks of all its threads and ends, the hanging one too where its interpreter still runs threads.
+
+The store itself may not answer, because the network to rank 0's machine is cut: a second thread, which asks nobody, then ends the rank.
 """
 
 import contextlib
@@ -20,7 +22,11 @@ logger = logging.getLogger(__name__)
 EXIT_CODE = 70
 """Of a rank that ended because some rank hung."""
 
-MIN_POLL_S, MAX_POLL_S = 0.05, 30.0
+MIN_POLL_S, MAX_POLL_S = 0.05, 10.0
+READING_S = 1.0
+MIN_SILENCE_S, MAX_SILENCE_S = 2.0, 25.0
+"""How long past the time-out the store may take to say who hangs: less than the backend's own grace."""
+
 MAX_NAMED = 16
 
 
@@ -55,23 +61,32 @@ class Watch:
         self._since: float | None = None
         self._closing = threading.Event()
         self._poll_s = min(MAX_POLL_S, max(MIN_POLL_S, timeout_s / 20))
-        self._thread = threading.Thread(target=self._run, name="treadle-watch", daemon=True)
-        self._thread.start()
+        self._silence_s = min(MAX_SILENCE_S, max(MIN_SILENCE_S, 4 * self._poll_s))
+        self._falling = threading.Lock()
+        self._threads = [threading.Thread(target=run, name="treadle-watch", daemon=True) for run in (self._run, self._run_alone)]
+        for thread in self._threads:
+            thread.start()
 
     @contextlib.contextmanager
     def waiting(self, name: str) -> Generator[None, None, None]:
-        """Marks a collective, from its call to its end."""
+        """Marks a collective, from its call to its end, or something longer in which there are collectives, marked or not."""
+        around = (self._name, self._since)
         self._count += 1
         self._name, self._since = name, time.monotonic()
         try:
             yield
         finally:
-            self._since = None
+            self._name, self._since = around
+
+    def passed(self) -> None:
+        """Counts a place that every rank passes equally often."""
+        self._count += 1
 
     def close(self) -> None:
         """Ends the watch."""
         self._closing.set()
-        self._thread.join(timeout=5)
+        for thread in self._threads:
+            thread.join(timeout=5)
 
     def _run(self) -> None:
         told = -1
@@ -88,10 +103,23 @@ class Watch:
                 if since is not None and time.monotonic() - since > self._timeout_s:
                     self._store.set("watch/hung", self._accused())
 
+    def _run_alone(self) -> None:
+        """What is left to say where the store has said nothing."""
+        while not self._closing.wait(self._poll_s):
+            since = self._since
+            if since is not None and time.monotonic() - since > self._timeout_s + self._silence_s:
+                self._fall(
+                    f"rank {self._rank} has waited {self._timeout_s:g} s in {self._name} (collective {self._count}), and rank 0's store does "
+                    "not answer: rank 0 or its machine has ended, or the network to it is cut; this rank's stacks stand in its output"
+                )
+                return
+
     def _accused(self) -> str:
         """Who is behind, in words."""
         counts = [self._count_of(rank) for rank in range(self._size)]
         behind = [rank for rank, count in enumerate(counts) if count < self._count]
+        # Else it may be this rank that is behind, in something long that it has marked.
+        behind = behind or [rank for rank, count in enumerate(counts) if count < max(counts)]
         named = ", ".join(map(str, behind[:MAX_NAMED])) + (", ..." if len(behind) > MAX_NAMED else "")
         if not behind:
             named = "none is behind, so the network is"
@@ -105,9 +133,10 @@ class Watch:
         return int(self._store.get(key)) if self._store.check([key]) else 0
 
     def _fall(self, message: str) -> None:
+        if not self._falling.acquire(blocking=False):
+            return
         logger.error("%s", message)
         faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
-        # Rank 0 may hold the store: it stays until the others have read.
-        if self._rank == 0:
-            self._closing.wait(4 * self._poll_s)
+        # Ends close connections, which fails others' collectives: all have read before the first ends, and the store, rank 0's, goes last.
+        self._closing.wait(max(READING_S, 2 * self._poll_s) * (2 if self._rank == 0 else 1))
         self._end(EXIT_CODE)

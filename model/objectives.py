@@ -7,7 +7,7 @@ are dealt. Denominators are counts, known before any forward pass: the step sums
 Suffixes: K terms in the order of `TERMS`; S segments of this rank, N of the world's same micro-batch; P positions; D hidden.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -78,16 +78,6 @@ class Objectives:
             candidates = Candidates(count=sum(sizes), first=sum(sizes[: world.rank]), group_N=group_N)
         return MicroBatch(number, layout, corruption, candidates, sizes)
 
-    def prepare_on_host(self, layout: BatchLayout, step: int, groups: Sequence[Sequence[int]], rank: int) -> MicroBatch:
-        """`prepare` of a layout on the CPU, where every rank's groups are known already; draws and candidates are the same."""
-        corruption = corrupt(layout, self._masking, self._seed, step) if self._masking is not None and layout.num_segments else None
-        sizes = [len(held) for held in groups]
-        candidates = None
-        if self.scores_pairs:
-            group_N = torch.tensor([group for held in groups for group in held], dtype=torch.int64)
-            candidates = Candidates(count=sum(sizes), first=sum(sizes[:rank]), group_N=group_N)
-        return MicroBatch(0, layout, corruption, candidates, sizes)
-
     def counts(self, batch: MicroBatch) -> Tensor:
         """float64 `[K]`: this rank's denominators of a micro-batch."""
         layout = batch.layout
@@ -110,14 +100,13 @@ class Objectives:
         numerators: dict[str, Tensor] = {}
         if not layout.num_segments:
             # Nothing to run, but the others' backward passes will ask this rank for its share of the exchange.
-            pooled_SD = torch.zeros(0, network.hidden, device=layout.device, requires_grad=self.scores_pairs)
+            pooled_SD, root = torch.zeros(0, network.hidden, device=layout.device, requires_grad=self.scores_pairs), None
             if network.runs_when_empty:
                 states_PD = network.tower(layout, None)
-                pooled_SD = network.tower.pool(states_PD, layout)
-                numerators[next(term for term, weight in zip(TERMS, self.weights_K, strict=True) if weight)] = states_PD.sum()
+                pooled_SD, root = network.tower.pool(states_PD, layout), 0 * states_PD.sum()
             if self.scores_pairs and world.size > 1:
                 numerators["contrastive"] = tied(pooled_SD.sum(), world.gather(pooled_SD, batch.sizes))
-            return TermSums(numerators, pooled_SD.detach())
+            return TermSums(numerators, pooled_SD.detach(), root)
         states_PD = network.tower(layout, batch.corruption)
         pooled_SD = network.tower.pool(states_PD, layout)
         if batch.corruption is not None:
@@ -137,7 +126,7 @@ class Objectives:
                 )
             if self.weights_K[CHOICES]:
                 numerators["choices"] = choices_sum(states_PD, network.heads.text, layout)
-        return TermSums(numerators, pooled_SD.detach())
+        return TermSums(numerators, pooled_SD.detach(), 0 * states_PD.sum() if network.runs_when_empty else None)
 
 
 @dataclass(slots=True)
@@ -147,6 +136,8 @@ class TermSums:
     numerators: dict[str, Tensor]
     pooled_SD: Tensor
     """fp32, without a graph."""
+    root: Tensor | None = None
+    """A zero on top of all blocks, where collectives run within them: every rank's backward pass takes it along, whatever else it has."""
 
     def values_K(self) -> Tensor:
         """float64 `[K]`, without a graph."""
@@ -156,8 +147,19 @@ class TermSums:
     def loss(self, scales_K: Tensor) -> Tensor | None:
         """`sum_k scale_k numerator_k`, or None where no term has a graph."""
         parts = [scales_K[k].to(self.numerators[t].dtype) * self.numerators[t] for k, t in enumerate(TERMS) if t in self.numerators]
-        parts = [p for p in parts if p.requires_grad]
+        parts = [p for p in parts if p.requires_grad] + ([] if self.root is None else [self.root])
         return torch.stack(parts).sum() if parts else None
+
+    def terms(self, weights_K: Sequence[float]) -> Iterator[tuple[str, Tensor]]:
+        """What to run backward for each term by itself; with a root, all terms of the run, alike on all ranks."""
+        for term, weight in zip(TERMS, weights_K, strict=True):
+            numerator = self.numerators.get(term)
+            if numerator is not None and not numerator.requires_grad:
+                numerator = None
+            if self.root is not None and weight:
+                numerator = self.root if numerator is None else numerator + self.root.to(numerator.dtype)
+            if numerator is not None:
+                yield term, numerator
 
 
 class _Tie(torch.autograd.Function):

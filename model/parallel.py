@@ -69,6 +69,8 @@ class ShardedParameters(FlatParameters):
             # Ranks' losses are divided by the world's counts already: gradients are summed. Gloo cannot scale within a collective.
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
+            # Before the block is gathered, so that the watch knows who has not come to it.
+            block.register_forward_pre_hook(lambda *_: world.passed(), prepend=True)
         fully_shard(network.tower, mesh=mesh, ignored_params={p for p in network.tower.parameters() if id(p) not in inside})
         # Collectives run within the blocks, so that ranks without items run them too.
         network.runs_when_empty = True
@@ -128,15 +130,23 @@ class ShardedParameters(FlatParameters):
     def whole(self, flat: Tensor, *, copied: bool) -> dict[str, Tensor]:
         """Every whole parameter on rank 0's host, one after the other; nothing on the others (collective)."""
         del copied  # a gathered parameter is a copy
+        found = self.own(flat)
+        return found if self._world.rank == 0 else {}
+
+    def own(self, flat: Tensor) -> dict[str, Tensor]:
+        """Whole blocks, which are alike on all ranks, on rank 0 alone; of the rest every rank's own (collective)."""
         found: dict[str, Tensor] = {}
         for name, parameter in self._network.named_parameters():
             part = self.view(flat, name)
             if name in self._sharded:
                 sizes = [end - begin for begin, end in (self._rows(parameter, rank) for rank in range(self._world.size))]
                 part = self._world.gather(part.detach(), sizes)[: parameter.shape[0]]
-            if self._world.rank == 0:
+            if self._world.rank == 0 or name not in self._sharded:
                 found[name] = part.detach().to("cpu", copy=True)
         return found
+
+    def comes_summed(self, name: str) -> bool:
+        return name in self._sharded
 
     @torch.no_grad()
     def place(self, flat: Tensor, found: Mapping[str, Tensor]) -> None:

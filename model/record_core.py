@@ -7,7 +7,8 @@ asynchronous forms copy on the device and fetch later, off the loop's thread.
 import json
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -30,9 +31,11 @@ from treadle.model.record_parts import (
     capture_scheduler,
     check_parts,
     extra_differences,
+    extra_of,
     give_dtypes,
     model_differences,
     model_tensors,
+    modules_with_extra,
     optimizer_differences,
     put_values,
     restore_extra,
@@ -274,6 +277,8 @@ def put_back(
     recorded = {name: snapshot.tensors[f"model.{name}"] for name in structure["model"]["dtypes"]}
     found, ties = _model_tensors(model, chosen)
     where = next((p.device for p in model.parameters()), torch.device("cpu")) if place.device is None else torch.device(place.device)
+    if place.device is not None and where.type == "meta":
+        raise ValueError("device is meta: tensors there have no values to restore")
     reader = ValueReader(snapshot.tensors, where)
     extra = reader.read(structure["model"]["extra"])
     differences = model_differences(structure["model"], recorded, found, ties)
@@ -308,6 +313,7 @@ def _taken_back_on_failure(model: nn.Module, optimizer: torch.optim.Optimizer, s
     groups = [dict(group) for group in optimizer.param_groups]
     state = dict(optimizer.state)
     schedule = None if scheduler is None else scheduler.state_dict()
+    extra = deepcopy(extra_of(model))
     try:
         yield
     except Exception as error:
@@ -321,6 +327,9 @@ def _taken_back_on_failure(model: nn.Module, optimizer: torch.optim.Optimizer, s
         optimizer.state.update(state)
         if scheduler is not None and schedule is not None:
             scheduler.load_state_dict(schedule)
+        for name, module in modules_with_extra(model).items():
+            with suppress(Exception):  # the one that failed may refuse its own state too
+                module.set_extra_state(extra[name])
         raise ValueError(f"the record's optimizer, scheduler or extra state cannot be loaded: {type(error).__name__}: {error}") from error
 
 

@@ -88,7 +88,7 @@ def write_snapshot(
         notes: metadata for whoever lists files without parsing them; nothing is read back from it.
 
     Raises:
-        ValueError: the file cannot be written.
+        ValueError: the file cannot be written, or a value passes the range of its rounded type.
     """
     tensors, metadata = _stored(snapshot, form, rounded)
     write_tensors(path, tensors, {**(notes or {}), **metadata}, on_tensor=on_tensor)
@@ -123,7 +123,7 @@ def _stored(
         to = None if rounded is None else rounded(name, tensor)
         if to is not None and to != tensor.dtype:
             own[name] = dtype_name(tensor.dtype)
-            tensors[name] = tensor.to(to)
+            tensors[name] = _rounded(name, tensor, to)
         elif not is_held(tensor.dtype):
             # The published format has no name for it (complex128, some 8-bit floats): its bytes are kept.
             bits[name] = [dtype_name(tensor.dtype), list(tensor.shape)]
@@ -131,6 +131,13 @@ def _stored(
     structure = snapshot.structure | {"rounded": own, "bits": bits, "layouts": layouts}
     record = json.dumps(structure, separators=(",", ":"), allow_nan=False)
     return tensors, {"format": form.kind, "format_version": str(form.version), "record": record}
+
+
+def _rounded(name: str, tensor: Tensor, to: torch.dtype) -> Tensor:
+    value = tensor.to(to)
+    if torch.finfo(to).max < torch.finfo(tensor.dtype).max and not torch.equal(value.isinf(), tensor.isinf()):
+        raise ValueError(f"{name} passes the range of {to}, {torch.finfo(to).max:g}: save it in a wider type, or as it is")
+    return value
 
 
 def _taken(path: str | Path, form: Form, tensors: dict[str, Tensor], metadata: dict[str, str]) -> Snapshot:
@@ -150,7 +157,7 @@ def _taken(path: str | Path, form: Form, tensors: dict[str, Tensor], metadata: d
         for name, (dtype, shape) in structure.pop("bits", {}).items():
             tensors[name] = _from_bits(name, tensors[name], dtype_of(dtype), shape)
         for name, order in structure.pop("layouts", {}).items():
-            tensors[name] = torch.empty_permuted(tensors[name].shape, order, dtype=tensors[name].dtype).copy_(tensors[name])
+            tensors[name] = torch.empty_permuted(tensors[name].shape, order, dtype=tensors[name].dtype, device="cpu").copy_(tensors[name])
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError, RecursionError) as error:
         raise DamagedFileError(path, f"is no whole {form.kind.removeprefix('treadle.')}: {error}") from error
     return Snapshot(structure, tensors)

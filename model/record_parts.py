@@ -75,14 +75,17 @@ def _what(tensor: Tensor) -> str:
 
 def capture_extra(model: nn.Module, tensors: dict[str, Tensor], copy: Copy) -> list[Any]:
     """What modules keep beside parameters and buffers, by `get_extra_state`; tensors go under `extra.<number>`."""
-    return ValueWriter("extra", tensors, copy).write(
-        {n: m.get_extra_state() for n, m in _with_extra(model).items()}, "the model's extra state"
-    )
+    return ValueWriter("extra", tensors, copy).write(extra_of(model), "the model's extra state")
+
+
+def extra_of(model: nn.Module) -> dict[str, Any]:
+    """What modules keep beside parameters and buffers, by their names."""
+    return {name: module.get_extra_state() for name, module in modules_with_extra(model).items()}
 
 
 def extra_differences(extra: Mapping[str, Any], model: nn.Module) -> list[str]:
     """What keeps recorded extra state from being put into a module."""
-    here = _with_extra(model)
+    here = modules_with_extra(model)
     return [f"{name or 'the model'} is recorded with extra state, this one has none" for name in extra if name not in here] + [
         f"{name or 'the model'} has extra state, the record lacks it" for name in here if name not in extra
     ]
@@ -90,11 +93,12 @@ def extra_differences(extra: Mapping[str, Any], model: nn.Module) -> list[str]:
 
 def restore_extra(extra: Mapping[str, Any], model: nn.Module) -> None:
     """Hands recorded extra state back to the modules it is of."""
-    for name, module in _with_extra(model).items():
+    for name, module in modules_with_extra(model).items():
         module.set_extra_state(extra[name])
 
 
-def _with_extra(model: nn.Module) -> dict[str, nn.Module]:
+def modules_with_extra(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules that have a state of their own beside parameters and buffers, by name."""
     return {name: m for name, m in model.named_modules() if type(m).get_extra_state is not nn.Module.get_extra_state}
 
 

@@ -255,7 +255,8 @@ def _float_of(text: str) -> float:
 
 
 def _raw(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(0, dtype=torch.uint8)
+    # On the CPU, whatever torch.set_default_device says.
+    return torch.from_numpy(np.frombuffer(bytearray(data), np.uint8))
 
 
 def _bytes(tensor: Tensor) -> bytes:

@@ -11,6 +11,7 @@ Suffixes: K terms (`objectives.TERMS`); S segments; D hidden.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -19,9 +20,9 @@ from torch import Tensor
 from treadle.model.capacity import MAX_MICRO_BATCHES
 from treadle.model.config import TrainerConfig
 from treadle.model.device_layer import DeviceLayer, layer_of
-from treadle.model.device_step import DeviceStep, Mode, Update, step_mode
+from treadle.model.device_step import VARIABLE, DeviceStep, Mode, Update, step_mode
 from treadle.model.layout import BatchLayout
-from treadle.model.mesh import World
+from treadle.model.mesh import World, require_same
 from treadle.model.network import Network
 from treadle.model.objectives import TERMS, MicroBatch, Objectives, TermSums
 from treadle.model.optimizer import AdamW
@@ -74,15 +75,16 @@ class StepRunner:
         self._bf16 = bf16
         self._weights_K = torch.tensor(self.objectives.weights_K, dtype=torch.float64, device=device)
         self._fixed: DeviceStep | None = None
-        if device.type == "cuda" and step_mode() != "free" and not self.parameters.is_sharded:
-            self.fix_sizes(layer_of(device), step_mode())
+        if device.type == "cuda" and not self.parameters.is_sharded:
+            require_same(world, {VARIABLE: step_mode()})
+            if step_mode() != "free":
+                self.fix_sizes(layer_of(device), step_mode())
 
     def fix_sizes(self, layer: DeviceLayer, mode: Mode) -> None:
         """From now on, steps of one micro-batch run at fixed sizes (`device_step.py`), which CUDA does by itself."""
         self._fixed = DeviceStep(
             self._config,
             self.network,
-            self.objectives,
             self.world,
             layer,
             bf16=self._bf16,
@@ -130,6 +132,10 @@ class StepRunner:
             dropped=sum(row[5] for row in rows),
         )
 
+    def watched(self) -> AbstractContextManager[None]:
+        """Marks a whole step as a wait for others where blocks are sharded: theirs are PyTorch's collectives, which the world does not mark."""
+        return self.world.waiting("a step of sharded blocks") if self.parameters.is_sharded else nullcontext()
+
     def accumulate(self, batches: Sequence[PackedBatch], agreement: Agreement) -> None:
         """Adds micro-batches to the window, without an update (collective)."""
         prepared = self._prepare(batches, agreement.num_micro_batches)
@@ -137,11 +143,11 @@ class StepRunner:
             self.window.counts_K += self.objectives.counts(batch)
             sums = self._forward(batch)
             self.window.sums_K += sums.values_K()
-            for term, numerator in sums.numerators.items():
-                if numerator.requires_grad:
-                    self.parameters.gradients.zero_()
-                    numerator.backward(retain_graph=True)  # type: ignore[no-untyped-call]
-                    self.window.add(term)
+            for term, numerator in sums.terms(self.objectives.weights_K):
+                self.parameters.gradients.zero_()
+                numerator.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+                self.parameters.absorb()
+                self.window.add(term)
         self.window.micro_batches += agreement.num_micro_batches
         self.window.truncated += sum(b.truncated for b in batches)
         self.window.dropped += sum(b.dropped for b in batches)
@@ -194,7 +200,7 @@ class StepRunner:
     ) -> tuple[StepRow, Tensor | None] | None:
         number = self.steps + 1
         rate = self._schedule.learning_rate_at(number)
-        answer = fixed.take(batches[0] if batches else PackedBatch(self._config.batch), number, rate)
+        answer = fixed.take(batches[0] if batches else PackedBatch(self._config.batch), number)
         if answer is None:
             return None
         suspects = Suspects(0, answer.layout.id_S, ~torch.isfinite(answer.pooled_SD).all(dim=1))

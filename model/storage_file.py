@@ -126,7 +126,7 @@ def _read(
     if kind is not None and checksums is None:
         raise DamagedFileError(path, "lacks its checksums: another program rewrote it; use the file as it was written")
     begin = 8 + len(header)
-    tensors = {entry.name: torch.empty(entry.shape, dtype=DTYPES[entry.dtype]) for entry in entries}
+    tensors = {entry.name: torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="cpu") for entry in entries}
     changed: list[str] = []
 
     def read(entry: Entry) -> int:

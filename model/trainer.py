@@ -27,6 +27,7 @@ from treadle.model.config_json import geometry_differences, to_json
 from treadle.model.deferred import Deferred, Worker, settled
 from treadle.model.device import computes_in_bf16, keep_freed_memory, pick_device
 from treadle.model.mesh import World, require_same
+from treadle.model.mesh_code import code_digest
 from treadle.model.mesh_errors import raise_together
 from treadle.model.network import Network
 from treadle.model.progress import ProgressReports, Stopped
@@ -77,6 +78,8 @@ class Trainer:
         bf16 = computes_in_bf16(config.precision, self.device)
         shared: dict[str, object] = {"config": to_json(config), "versions": versions(), "device": self.device.type, "bf16": bf16}
         shared |= {"parallel": config.parallel, "shard_ranks": config.shard_ranks}
+        if self.world.size > 1:
+            shared["code"] = code_digest()
         require_same(self.world, shared)
         self.network = Network(config).to(self.device)
         self._runner = StepRunner(config, self.network, self.world, self.device, bf16=bf16)
@@ -135,13 +138,9 @@ class Trainer:
 
         def run() -> None:
             batches, error = self._take(batch, None)
-            if self._runner.parameters.is_sharded:
-                error = ValueError(
-                    f"TrainerConfig.parallel is {self.config.parallel!r}: a window of accumulate would run blocks backward once for each "
-                    "term, not alike on all ranks; give the micro-batches to step as a list"
-                )
             agreement = self._runner.agree(batches, error)
-            self._runner.accumulate(batches, agreement)
+            with self._runner.watched():
+                self._runner.accumulate(batches, agreement)
             self._consumed(batches)
 
         self._worker.submit(run).result()
@@ -248,7 +247,8 @@ class Trainer:
         agreement = self._runner.agree(batches, error, ended=ended, stopping=stopping)
         if agreement.ended or agreement.stopping:
             return None
-        row, vectors = self._runner.step(batches, agreement, embeddings)
+        with self._runner.watched():
+            row, vectors = self._runner.step(batches, agreement, embeddings)
         self._consumed(batches)
         self._reader.remember(row)
         return StepResult(row, self._reader, vectors)
@@ -358,7 +358,7 @@ class Trainer:
         runner.skipped.fill_(skipped)
         self._reader = StatisticsReader(dropped_told, skipped_told)
         mine = fold_ranks(content.ranks, self.world.rank, self.world.size)
-        runner.window.load(str(path), mine)
+        runner.window.load(str(path), mine, fold_ranks(content.ranks, 0, 1) if parameters.is_sharded and mine.micro_batches else mine)
         if mine.stream:
             self._stream_state = StreamState.from_bytes(mine.stream)
         logger.info("resumed step %d from %s", runner.steps, path)

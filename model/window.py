@@ -1,7 +1,7 @@
 """An accumulation window: gradients of earlier micro-batches that wait for the step that ends it.
 
 Gradients are kept by term and unnormalised, because what they will be divided by is the whole window's count, not yet known. They stay
-on their rank until the step reduces them.
+on their rank until the step reduces them; those of a sharded tower's blocks are summed as they come, and each rank keeps its slices.
 """
 
 from collections.abc import Mapping
@@ -49,17 +49,19 @@ class AccumulationWindow:
         self.micro_batches = self.truncated = self.dropped = 0
 
     def state(self) -> RankState:
-        """The window on the host, copied; its stream is left to the caller."""
+        """The window on the host, copied (collective where parameters are sharded); its stream is left to the caller."""
         state = RankState(micro_batches=self.micro_batches, truncated=self.truncated, dropped=self.dropped)
         if self.micro_batches:
             state.counts, state.sums = self.counts_K.cpu().clone(), self.sums_K.cpu().clone()
             for term, flat in self.gradients.items():
-                host = flat.to("cpu", copy=True)
-                state.pending[term] = {name: part for name, part in self._parameters.views(host) if bool(part.any())}
+                state.pending[term] = {name: part for name, part in self._parameters.own(flat).items() if bool(part.any())}
         return state
 
-    def load(self, path: str, state: RankState) -> None:
+    def load(self, path: str, state: RankState, world: RankState) -> None:
         """Takes over a recorded window.
+
+        Args:
+            world: all ranks' windows summed, where gradients of sharded parameters come from.
 
         Raises:
             CheckpointMismatchError: it holds a term or parameter that this run does not have.
@@ -72,16 +74,18 @@ class AccumulationWindow:
         self.micro_batches, self.truncated, self.dropped = state.micro_batches, state.truncated, state.dropped
         self.counts_K.copy_(state.counts)
         self.sums_K.copy_(state.sums)
-        for term, parts in state.pending.items():
+        for term in sorted(state.pending.keys() | world.pending.keys()):
             if term not in TERMS:
                 raise CheckpointMismatchError(f"{path}: its open accumulation window holds the unknown term {term[:40]!r}")
+            parts = {n: part for n, part in state.pending.get(term, {}).items() if not self._parameters.comes_summed(n)}
+            parts |= {n: part for n, part in world.pending.get(term, {}).items() if self._parameters.comes_summed(n)}
             self.gradients[term] = self._flat(path, term, parts)
 
     def _flat(self, path: str, term: str, parts: Mapping[str, Tensor]) -> Tensor:
         flat = torch.zeros_like(self._parameters.gradients)
-        known = dict(self._parameters.views(flat))
+        known = dict(self._parameters.shapes())
         for name, part in parts.items():
             if name not in known or known[name].shape != part.shape:
                 raise CheckpointMismatchError(f"{path}: its open accumulation window holds {term} gradients of {name}, which do not fit")
-            known[name].copy_(part)
+        self._parameters.place(flat, parts)
         return flat

@@ -1,8 +1,9 @@
-"""Ranks killed at random moments: `treadle train --workers.max_restarts` starts all again, and the run ends with the same weights.
+"""Ranks killed at random moments: a launcher starts all again, and the run ends with the same weights.
 
-`TREADLE_KILLS` sets how many kills one run takes; `make soak` sets 20.
+`TREADLE_KILLS` sets how many kills one run takes; `make soak` sets 20, under Treadle's own launcher and under `torchrun --max-restarts`.
 """
 
+import contextlib
 import io
 import os
 import random
@@ -14,6 +15,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 from safetensors import safe_open
 
 KILLS = int(os.environ.get("TREADLE_KILLS", "2"))
@@ -54,11 +56,15 @@ def write_shards(folder: Path) -> str:
     return str(folder / "shard-{0..3}.tar")
 
 
-def start(config: Path, output: Path, log: Path) -> "subprocess.Popen[bytes]":
+OWN = ["-m", "treadle.launch"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", str(2 * KILLS + 2), *OWN]
+
+
+def start(launcher: list[str], config: Path, output: Path, log: Path) -> "subprocess.Popen[bytes]":
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     with log.open("wb") as file:
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "treadle.launch", "train", str(config), "--output", str(output)],
+            [sys.executable, "-P", *launcher, "train", str(config), "--output", str(output)],
             env={**environment, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"},
             stdout=file,
             stderr=subprocess.STDOUT,
@@ -92,14 +98,15 @@ def latest(output: Path) -> str:
         return ""
 
 
-def test_a_run_whose_ranks_are_killed_ends_with_the_same_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("launcher", [OWN, *([TORCHRUN] if KILLS > 2 else [])], ids=lambda launcher: str(launcher[1]))
+def test_a_run_whose_ranks_are_killed_ends_with_the_same_weights(tmp_path: Path, launcher: list[str]) -> None:
     config = tmp_path / "run.toml"
     config.write_text(CONFIG.format(steps=STEPS, shards=write_shards(tmp_path), restarts=2 * KILLS + 2))
-    undisturbed = start(config, tmp_path / "whole", tmp_path / "whole.log")
+    undisturbed = start(OWN, config, tmp_path / "whole", tmp_path / "whole.log")
     assert undisturbed.wait(timeout=280) == 0, (tmp_path / "whole.log").read_text()
 
     draw = random.Random(8)
-    process = start(config, tmp_path / "killed", tmp_path / "killed.log")
+    process = start(launcher, config, tmp_path / "killed", tmp_path / "killed.log")
     killed: set[int] = set()
     seen = ""
     while len(killed) < KILLS and process.poll() is None:
@@ -111,8 +118,10 @@ def test_a_run_whose_ranks_are_killed_ends_with_the_same_weights(tmp_path: Path)
         ranks = [rank for rank in ranks_of(process.pid) if rank not in killed]
         if ranks:
             victim = draw.choice(sorted(ranks))
-            os.kill(victim, signal.SIGKILL)
-            killed.add(victim)
+            # It may have ended meanwhile, with the one that was killed.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(victim, signal.SIGKILL)
+                killed.add(victim)
     code = process.wait(timeout=280 + 60 * KILLS)
     log = (tmp_path / "killed.log").read_text()
     assert code == 0, log

@@ -1,6 +1,8 @@
 """`treadle train` on real encoded files: from shards to a saved model, stopped and resumed, on one rank and on two."""
 
+import contextlib
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -27,14 +29,26 @@ def weights(checkpoint: Path) -> dict[str, np.ndarray]:
         return {name: file.get_tensor(name) for name in file.keys() if name.startswith(("weights.", "moments.", "ranks."))}
 
 
+def children(process: int) -> list[int]:
+    """The processes that a process has started."""
+    found: list[int] = []
+    for entry in Path("/proc").iterdir():
+        # After the name in parentheses: state, parent.
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and (entry / "stat").read_text().rpartition(")")[2].split()[1] == str(process):
+                found.append(int(entry.name))
+    return found
+
+
 def stop_at(process: "subprocess.Popen[str]", step: int, number: signal.Signals) -> tuple[str, str]:
-    """Sends a signal once the run tells of a step; answers all that it printed."""
+    """Sends a signal to a run's every process once it tells of a step, as a scheduler does; answers all that it printed."""
     assert process.stderr is not None
     seen: list[str] = []
     for line in process.stderr:
         seen.append(line)
         if f"step {step}:" in line:
-            process.send_signal(number)
+            for one in (process.pid, *children(process.pid)):
+                os.kill(one, number)
             break
     out, err = process.communicate(timeout=240)
     return out, "".join(seen) + err
@@ -102,18 +116,37 @@ def test_stopped_and_resumed_is_the_same_run(
         assert one["loss"] == other["loss"]
 
 
-def test_two_ranks_train_stop_and_resume(start: Start, config: Callable[..., Path], tmp_path: Path) -> None:
+def test_two_ranks_train_stop_and_resume_sharded(treadle: Run, start: Start, config: Callable[..., Path], tmp_path: Path) -> None:
     process = start("train", config(steps=40), "--workers.processes", 2)
     out, err = stop_at(process, 2, signal.SIGTERM)
     assert process.returncode == 0, out + err
     assert "stopped by SIGTERM after step" in out and "treadle train --resume" in out
     stopped_at = rows(tmp_path / "run")[-1]["step"]
-    process = start("train", "--resume", tmp_path / "run", "--steps", stopped_at + 2)
+    assert [path.name for path in (tmp_path / "run/checkpoints").glob("step-*")] == [f"step-{stopped_at:08d}.safetensors"]
+    process = start("train", "--resume", tmp_path / "run", "--steps", stopped_at + 2, "--trainer.parallel", "shard")
     out, err = process.communicate(timeout=240)
     assert process.returncode == 0, out + err
     assert [row["step"] for row in rows(tmp_path / "run")] == list(range(1, stopped_at + 3))
     with safe_open(tmp_path / "run/checkpoints/last.safetensors", "np") as file:
         assert file.metadata()["world_size"] == "2"
+    # Held-out samples ran through a tower of which each rank holds half. One process that holds all of it says the same.
+    treadle("train", config(), "--resume", tmp_path / "run", "--output", tmp_path / "one", "--steps", stopped_at + 2)
+    [sharded], [whole] = ([row for row in rows(tmp_path / run, "held_out") if row["step"] == stopped_at + 2] for run in ("run", "one"))
+    assert sharded.keys() == whole.keys() and "text_to_image/recall_at_1" in whole
+    for name in whole.keys() - {"kind", "time_s", "evaluation_s"}:
+        assert sharded[name] == pytest.approx(whole[name], rel=1e-5), name
+
+
+def test_a_restart_goes_on_from_the_newest_checkpoint_whatever_the_first_start_was_given(
+    treadle: Run, config: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = config()
+    treadle("train", path, "--steps", 1)
+    first = tmp_path / "first.safetensors"
+    first.write_bytes((tmp_path / "run/checkpoints/last.safetensors").read_bytes())
+    treadle("train", path, "--resume", tmp_path / "run", "--steps", 3)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert "going on after step 3 of 4" in treadle("train", path, "--resume", first, "--steps", 4).err
 
 
 def test_under_torchrun_it_is_a_rank(config: Callable[..., Path], environment: dict[str, str], tmp_path: Path) -> None:

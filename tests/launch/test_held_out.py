@@ -9,12 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from treadle.launch.config import ConfigError
 from treadle.launch.held_out import HeldOut
 from treadle.launch.samples import read_samples
-from treadle.launch.settings import DataSettings, HeldOutSettings, RunSettings, SourceSettings
+from treadle.launch.settings import HeldOutSettings, SourceSettings
 from treadle.launch.survey import packed_examples, suggest, survey
-from treadle.launch.training import Run
 from treadle.model import Trainer
 from treadle.model.config import Masking, Schedule, TrainerConfig
 from treadle.pipeline import Schema
@@ -191,16 +189,3 @@ class TestSurvey:
         assert found.fields["png"].failures.total() == 1
         with pytest.raises(ValueError, match="no item could be read"):
             suggest(found)
-
-
-def test_a_sharded_tower_is_not_evaluated_by_one_rank(tmp_path: Path) -> None:
-    source = shard(tmp_path / "a.tar", pairs(2))
-    settings = RunSettings(
-        output=tmp_path / "run",
-        trainer=replace(CONFIG, parallel="shard"),
-        data=DataSettings(sources=(source,)),
-        held_out=HeldOutSettings(sources=(source,)),
-    )
-    with pytest.raises(ConfigError, match=r"trainer\.parallel is 'shard' and held_out\.sources is set: .* run `treadle evaluate`"):
-        Run(settings).run()
-    assert not (tmp_path / "run").exists()

@@ -1,7 +1,9 @@
 """Gradient windows: worked sums and means, refusals that change nothing, and what a window leaves alone."""
 
 import math
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -146,3 +148,39 @@ def test_assign() -> None:
     assert gradients[0] is not None and gradients[0].dtype == torch.bfloat16 and gradients[0][0] == 1.5 and gradients[1] is None
     with pytest.raises(ValueError, match="names no parameter"):
         finished.assign(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn])
+def test_a_gradient_of_a_type_that_cannot_be_added_changes_nothing(dtype: torch.dtype) -> None:
+    model, plain = nn.ParameterList([torch.ones(2), torch.ones(2)]), GradientsAccumulator()
+    for parameter in model:
+        parameter.grad = torch.ones_like(parameter)
+    plain.accumulate(model)
+    model[1] = nn.Parameter(torch.ones(2).to(dtype))
+    model[1].grad = torch.ones(2).to(dtype)
+    with pytest.raises(ValueError, match=rf"gradients cannot be summed: 1 is {dtype}"):
+        plain.accumulate(model)
+    assert all(gradient.tolist() == [1, 1] for gradient in plain.gradients.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("gradient", "weight", "scale"),
+    [(1e38, 1e-300, 1e300), (1e-37, 1e300, 1e-300), (1e-30, 5e-324, 1.7e308), (1.0, 1e300, 1e-300), (1.5, 3.0, 8.0)],
+)
+def test_weights_and_scales_at_the_ends_of_their_range(gradient: float, weight: float, scale: float, dtype: torch.dtype) -> None:
+    model = nn.Linear(1, 1, bias=False, dtype=torch.float64)
+    model.weight.grad = torch.full((1, 1), gradient, dtype=torch.float64)
+    accumulator = WeightedGradientsAccumulator(dtype, scale)
+    accumulator.accumulate_sum(model, weight)
+    kept = accumulator.gradients["weight"].item()
+    expected = torch.tensor(float(Fraction(kept) / Fraction(weight) / Fraction(scale)), dtype=dtype)
+    found = accumulator.finish_mean()["weight"]
+    torch.testing.assert_close(found, expected.reshape(1, 1), rtol=1e-6, atol=0)
+
+
+def test_numpy_numbers_are_weights() -> None:
+    model, accumulator = nn.Linear(1, 1), WeightedGradientsAccumulator(loss_scale=np.float32(2))  # type: ignore[arg-type]
+    for weight in (np.int64(3), np.float32(0.5)):
+        accumulator.accumulate_sum(model, weight)  # type: ignore[arg-type]
+    assert accumulator.state == WeightedAccumulationState(torch.float32, 2.0, 3.5, 2)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from treadle.model import mesh_code
 from treadle.model.config import MeshOptions
 from treadle.model.mesh import Mesh, ProcessWorld, World, require_same
 from treadle.model.mesh_rendezvous import Meeting, PeersMissingError, RendezvousError, meet
@@ -85,6 +86,24 @@ def _finish(processes: "list[subprocess.Popen[str]]") -> None:
     for process in processes:
         output, _ = process.communicate(timeout=120)
         assert process.returncode == 0, output
+
+
+def test_the_code_s_digest_is_of_all_folders_and_imports_none(tmp_path: Path) -> None:
+    for package in ("treadle", "treadle/model", "treadle/launch"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text("")
+    (tmp_path / "treadle/launch/__init__.py").write_text("raise RuntimeError")
+
+    def digest() -> str:
+        program = (
+            f"import sys, runpy; sys.path.insert(0, {str(tmp_path)!r}); print(runpy.run_path({mesh_code.__file__!r})['code_digest']())"
+        )
+        return subprocess.run([sys.executable, "-P", "-S", "-c", program], capture_output=True, text=True, check=True).stdout
+
+    first = digest()
+    assert len(first.strip()) == 16 and digest() == first
+    (tmp_path / "treadle/model/one.py").write_text("x = 1")
+    assert digest() != first
 
 
 def test_three_ranks_through_a_folder(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import tarfile
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,17 @@ def hang(mesh: Mesh, folder: Path) -> None:
     if mesh.rank == 1:
         stuck_here()
     mesh.world.exchange([2])
+
+
+def hang_sharded(mesh: Mesh, folder: Path) -> None:
+    """Rank 1 never comes to the blocks, which wait for it in PyTorch's collectives."""
+    del folder
+    batch = Packer(SHAPE).pack(StepItems([0], [b"some text"]))
+    with Trainer(replace(config_of(mesh), parallel="shard")) as trainer:
+        trainer.step(batch)
+        if mesh.rank == 1:
+            trainer.network.tower.register_forward_pre_hook(lambda *_: stuck_here())
+        trainer.step(batch)
 
 
 def save(mesh: Mesh, folder: Path) -> None:
@@ -100,10 +112,10 @@ def main(job: str, folder: Path, rank: int) -> None:
         host_domain_count=2,
         job=job,
         timeout_s=100,
-        collective_timeout_s=2 if job == "hang" else 300,
+        collective_timeout_s={"hang": 2, "hang_sharded": 20}.get(job, 300),
     )
     with Mesh.bootstrap(options, device="cpu") as mesh:
-        {"hang": hang, "save": save, "deal": deal}[job](mesh, folder)
+        {"hang": hang, "hang_sharded": hang_sharded, "save": save, "deal": deal}[job](mesh, folder)
         mesh.world.exchange([0])
 
 
@@ -129,6 +141,13 @@ def test_a_rank_that_hangs_is_named_and_all_end_with_their_stacks(tmp_path: Path
     for output in (first, second):
         assert "rank 0 has waited 2 s in an exchange of counts" in output and "hanging: rank 1;" in output
     assert "in stuck_here" in second and "in exchange" in first
+
+
+def test_a_rank_that_hangs_outside_sharded_blocks_is_named(tmp_path: Path) -> None:
+    (first_code, first), (second_code, second) = run("hang_sharded", tmp_path)
+    assert (first_code, second_code) == (EXIT_CODE, EXIT_CODE), first + second
+    assert "has waited 20 s in a step of sharded blocks" in first and "hanging: rank 1;" in first
+    assert "in stuck_here" in second
 
 
 def test_a_save_that_rank_0_cannot_write_fails_on_every_rank(tmp_path: Path) -> None:
@@ -233,6 +252,14 @@ def test_another_world_size_is_refused_by_all_that_wait() -> None:
         assert isinstance(answer, RendezvousError) and "WORLD_SIZE" in str(answer)
 
 
+def test_a_rank_that_comes_after_another_has_taken_its_place_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("treadle.model.mesh_rendezvous.REFUSAL_GRACE_S", 0.0)
+    store = Shelf()
+    assert arrive_all([(0, 2), (1, 2)], store=store) == [None, None]
+    [late] = arrive_all([(1, 2)], timeout_s=0.2, store=store)
+    assert isinstance(late, RendezvousError) and "another process came as rank 1, or rank 0 has ended" in str(late)
+
+
 def test_ranks_that_do_not_come_are_named() -> None:
     for answer in arrive_all([(0, 4), (2, 4)], timeout_s=0.2):
         assert isinstance(answer, PeersMissingError) and "2 of 4 ranks did not come within 0.2 s: rank 1, 3;" in str(answer)
@@ -245,6 +272,58 @@ def test_a_folder_that_is_full_is_told(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(Path, "write_text", refuse)
     with pytest.raises(FolderRefusedError, match=r"process 0 cannot write .* \(No space left on device\): free space in it"):
         meet(tmp_path, "job", 0, 2, 5.0, lambda hosts: ("here", 1))
+
+
+def meet_all(folder: Path, timeout_s: float) -> list[Exception | None]:
+    """Two processes meet, as threads."""
+    answers: list[Exception | None] = [None, None]
+
+    def party(index: int) -> None:
+        try:
+            meet(folder, "job", index, 2, timeout_s, lambda hosts: ("here", 1))
+        except (ValueError, OSError) as error:
+            answers[index] = error
+
+    threads = [threading.Thread(target=party, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return answers
+
+
+def test_a_folder_that_is_slow_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace, seen = os.replace, Path.glob
+
+    def slowly(*paths: Path) -> None:
+        time.sleep(0.3)
+        replace(*paths)
+
+    def late(self: Path, pattern: str) -> list[Path]:
+        # A listing as it was a while ago, which network file systems give.
+        found = list(seen(self, pattern))
+        time.sleep(0.1)
+        return found
+
+    monkeypatch.setattr("treadle.model.mesh_rendezvous.os.replace", slowly)
+    monkeypatch.setattr(Path, "glob", late)
+    assert meet_all(tmp_path, 30.0) == [None, None]
+
+
+def test_a_folder_that_does_not_answer_is_told_by_every_process_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("treadle.model.mesh_rendezvous.REFUSAL_GRACE_S", 0.1)
+    monkeypatch.setattr("treadle.model.mesh_rendezvous.BLOCKED_GRACE_S", 0.1)
+    released = threading.Event()
+
+    def blocked(self: Path, pattern: str) -> list[Path]:
+        released.wait()
+        return []
+
+    monkeypatch.setattr(Path, "glob", blocked)
+    for index, answer in enumerate(meet_all(tmp_path, 0.2)):
+        assert isinstance(answer, FolderRefusedError)
+        assert f"has not answered process {index} within 0.2 s: the file system is blocked or far too slow" in str(answer)
+    released.set()
 
 
 def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
@@ -268,6 +347,25 @@ def test_a_watch_names_who_is_behind(capfd: pytest.CaptureFixture[str], caplog: 
     assert "hanging: rank 1;" in caplog.text
     # Every thread's stack, this test's among them.
     assert "test_a_watch_names_who_is_behind" in capfd.readouterr().err
+
+
+def test_a_watch_whose_store_does_not_answer_ends_its_rank(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("treadle.model.mesh_watch.MIN_SILENCE_S", 0.1)
+    cut, ended = threading.Event(), list[int]()
+
+    class Unreachable(Shelf):
+        def check(self, keys: list[str]) -> bool:
+            cut.wait()
+            return super().check(keys)
+
+    watch = Watch(Unreachable(), 1, 2, 0.2, end=ended.append)
+    with watch.waiting("a gather of rows"):
+        while not ended:
+            time.sleep(0.01)
+    cut.set()
+    watch.close()
+    assert ended == [EXIT_CODE]
+    assert "rank 1 has waited 0.2 s in a gather of rows (collective 1), and rank 0's store does not answer" in caplog.text
 
 
 def test_a_watch_that_is_closed_says_nothing() -> None:

@@ -10,211 +10,41 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from contextlib import nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from treadle.model.config import Choices, Contrastive, LateInteraction, MeshOptions, OptimizerConfig, Schedule, TrainerConfig
+from treadle.kernels.pair_loss import NamedPairs, PairRows, pair_loss
+from treadle.kernels.pair_loss_reference import SLAB_ELEMENTS
+from treadle.model.config import MeshOptions
 from treadle.model.mesh import Mesh
 from treadle.model.mesh_traffic import step_bytes
 from treadle.model.objectives import TERMS
 from treadle.model.reduction import GradientReduction
 from treadle.model.trainer import PeerRefusedError, Trainer
 from treadle.pipeline import PackedBatch, Packer, StepItems
-from treadle.shape import Negatives, Objective, PairLossForm
-
-STEPS = 3
-
-Deal = list[list[list[int] | None]]
-"""Micro-batches; in each, the seeds of every rank, or None."""
 
 
-def _conftest() -> Any:
-    spec = importlib.util.spec_from_file_location("sample_items", Path(__file__).with_name("conftest.py"))
+def _scenarios() -> Any:
+    spec = importlib.util.spec_from_file_location("rank_scenarios", Path(__file__).with_name("rank_scenarios.py"))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-SAMPLES = _conftest()
-
-
-@dataclass(frozen=True)
-class Scenario:
-    changes: dict[str, Any]
-    deal: Deal
-    texts_only: tuple[int, ...] = ()
-    """Ranks that get no pictures; dealt to one process, the same items have none either."""
-    accumulated: int = 0
-    """Micro-batches given to `accumulate` before the step."""
-
-
-def config_of(scenario: Scenario) -> TrainerConfig:
-    base = TrainerConfig(
-        depth=1,
-        hidden=128,
-        batch=SAMPLES.SHAPE,
-        schedule=Schedule(steps=50, learning_rate=2e-4, warmup_steps=1),
-        optimizer=OptimizerConfig(eps=1e-6),
-        device="cpu",
-    )
-    return replace(base, **scenario.changes)
-
-
-NAMED_JOINT = {
-    "objective": Objective.JOINT,
-    "contrastive": Contrastive(negatives=Negatives.NAMED, matryoshka_dimensions=(32, 128)),
-    "late_interaction": LateInteraction(weight=0.5, width=16),
-    "choices": Choices(weight=1.0),
-}
-RANKED = {"objective": Objective.CONTRASTIVE, "contrastive": Contrastive(pair_loss=PairLossForm.RANKED)}
-BALANCED = {"objective": Objective.CONTRASTIVE, "contrastive": Contrastive(pair_loss=PairLossForm.BALANCED, inverse_temperature=8.0)}
-SIGMOID = {"objective": Objective.JOINT, "contrastive": Contrastive(matryoshka_dimensions=(64,))}
-
-WORLDS: dict[int, dict[str, Scenario]] = {
-    2: {
-        "masked_uneven": Scenario({}, [[[0, 1], [2, 3, 4, 5]]]),
-        "masked_none": Scenario({}, [[[0, 1, 2, 3], None]]),
-        "joint_named_uneven": Scenario(NAMED_JOINT, [[[0, 1, 2, 3], [4, 5]]]),
-        "joint_named_none": Scenario(NAMED_JOINT, [[None, [0, 1, 2, 3]]]),
-        "joint_named_texts_only": Scenario(NAMED_JOINT, [[[0, 1], [2, 3]]], texts_only=(0,)),
-        "ranked": Scenario(RANKED, [[[0, 1, 2, 3], [8, 9]]]),
-        "ranked_none": Scenario(RANKED, [[None, [0, 1, 2, 3]]]),
-        "balanced_micro_batches": Scenario(BALANCED, [[[0, 1], [2, 3]], [[4, 5], None]]),
-        "sigmoid_groups_across_ranks": Scenario(SIGMOID, [[[0, 1], [8, 9, 2, 3]]]),
-        "joint_accumulated": Scenario(SIGMOID, [[[0, 1], [2, 3]], [[4, 5], None], [[6, 7], [10, 11]]], accumulated=2),
-    },
-    3: {
-        "masked_micro_batches": Scenario({}, [[[0, 1], None, [2, 3]], [None, [4, 5], [6, 7]]]),
-        "joint_named_uneven": Scenario(NAMED_JOINT, [[[0, 1], None, [2, 3, 4, 5]]]),
-        "ranked": Scenario(RANKED, [[[0, 1], [8, 9], [2, 3]]]),
-        "sigmoid_accumulated": Scenario(SIGMOID, [[[0, 1], None, [2, 3]], [None, [4, 5], [6, 7]]], accumulated=1),
-    },
-    4: {
-        "masked_even": Scenario({}, [[[0, 1], [2, 3], [4, 5], [6, 7]]]),
-        "joint_named_uneven": Scenario(NAMED_JOINT, [[[0, 1, 2], None, [3, 4], [5]]], texts_only=(2,)),
-        "joint_named_micro_batches": Scenario(NAMED_JOINT, [[[0, 1], [2, 3], [4], None], [[6, 7], None, None, None]]),
-        "ranked": Scenario(RANKED, [[[0, 1], [8, 9], None, [2, 3, 4]]]),
-        "balanced": Scenario(BALANCED, [[[0, 1], [2], [8, 3], [4, 5]]]),
-        "sigmoid_groups_across_ranks": Scenario(SIGMOID, [[[0], [8, 1], [16, 9], [2, 3, 24]]]),
-        "sigmoid_accumulated": Scenario(SIGMOID, [[[0, 1], None, [2], [3]], [[4], [5, 6], None, [7]]], accumulated=1),
-    },
-}
-
-
-def choices_of(ids: list[int]) -> dict[str, Any]:
-    """The captions of even seeds make a choice."""
-    chooses = [i % 2000 == 1 for i in ids]
-    return {
-        "choices": [b"AB" if c else None for c in chooses],
-        "choice_targets": [[0.75, 0.25] if c else None for c in chooses],
-    }
-
-
-def items_of(seeds: list[int], *, texts_only: bool) -> StepItems:
-    """Captions and pictures, some captions making a choice; or the captions alone, without relations."""
-    if texts_only:
-        ids = [1000 * s + 1 for s in seeds]
-        return StepItems([0] * len(seeds), [SAMPLES.caption(s) for s in seeds], ids=ids, sides=[3] * len(seeds), **choices_of(ids))
-    items: StepItems = SAMPLES.caption_pairs(seeds)
-    assert items.ids is not None
-    return StepItems(
-        items.modalities,
-        items.contents,
-        items.bags,
-        ids=items.ids,
-        groups=items.groups,
-        sides=items.sides,
-        relations=items.relations,
-        **choices_of(items.ids.tolist()),
-    )
-
-
-def joined(parts: list[StepItems]) -> StepItems:
-    """The items of several ranks as one rank's."""
-    offset, bag = 0, 0
-    columns: dict[str, list[int]] = {"modalities": [], "bags": [], "ids": [], "groups": [], "sides": []}
-    contents: list[Any] = []
-    sets: dict[str, tuple[list[int], list[int], list[float]]] = {"attract": ([0], [], []), "repel": ([0], [], [])}
-    for part in parts:
-        count = len(part)
-        columns["modalities"] += part.modalities.tolist()
-        columns["bags"] += [bag + b for b in (part.bags.tolist() if part.bags is not None else range(count))]
-        columns["ids"] += part.ids.tolist() if part.ids is not None else []
-        columns["groups"] += part.groups.tolist() if part.groups is not None else [0] * count
-        columns["sides"] += part.sides.tolist() if part.sides is not None else [0] * count
-        contents += [part.content(i) for i in range(count)]
-        for name, (offsets, ids, weights) in sets.items():
-            edges = getattr(part.relations, name)
-            starts = edges.offsets.tolist() if len(edges.offsets) else [0] * (count + 1)
-            offsets += [offsets[-1] + o for o in starts[1:]]
-            ids += [offset + i for i in edges.ids.tolist()]
-            weights += edges.weights_or_ones().tolist()
-        offset += count
-        bag += count
-    relations = SAMPLES.Relations(**{name: SAMPLES.Edges(*lists) for name, lists in sets.items()})
-    return StepItems(
-        columns["modalities"],
-        contents,
-        columns["bags"],
-        ids=columns["ids"],
-        groups=columns["groups"],
-        sides=columns["sides"],
-        relations=relations,
-        **choices_of(columns["ids"]),
-    )
-
-
-def run(scenario: Scenario, mesh: Mesh | None, batches: list[PackedBatch | None]) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
-    """Takes the steps; answers their numbers, the weights after them and the first step's gradients, clipped."""
-    numbers: list[list[float]] = []
-    tensors: dict[str, torch.Tensor] = {}
-    with Trainer(replace(config_of(scenario), mesh=mesh)) as trainer:
-        for _ in range(STEPS):
-            for batch in batches[: scenario.accumulated]:
-                trainer.accumulate(batch)
-            rest = [b for b in batches[scenario.accumulated :] if b is not None]
-            stats = trainer.step(rest if rest else None).stats
-            numbers.append(
-                [
-                    stats.loss,
-                    stats.contrastive_loss,
-                    stats.masked_text_loss,
-                    stats.masked_image_loss,
-                    stats.late_interaction_loss,
-                    stats.choices_loss,
-                    stats.gradient_norm,
-                    float(stats.truncated),
-                ]
-            )
-            if not tensors:
-                tensors |= {f"gradient.{name}": p.grad.clone() for name, p in trainer.network.named_parameters() if p.grad is not None}
-        return numbers, tensors | {name: p.detach().clone() for name, p in trainer.network.named_parameters()}
-
-
-def rank_batches(scenario: Scenario, rank: int) -> list[PackedBatch | None]:
-    packer = Packer(SAMPLES.SHAPE)
-    batches: list[PackedBatch | None] = []
-    for micro_batch in scenario.deal:
-        seeds = micro_batch[rank]
-        batches.append(None if seeds is None else packer.pack(items_of(seeds, texts_only=rank in scenario.texts_only)))
-    return batches
-
-
-def world_batches(scenario: Scenario) -> list[PackedBatch | None]:
-    packer = Packer(SAMPLES.SHAPE)
-    return [
-        packer.pack(joined([items_of(s, texts_only=r in scenario.texts_only) for r, s in enumerate(micro) if s is not None]))
-        for micro in scenario.deal
-    ]
+RANKS = _scenarios()
 
 
 def _stop_by_one_rank(mesh: Mesh, batch: PackedBatch) -> list[int | None]:
-    config = config_of(Scenario({}, []))
+    config = RANKS.config_of(RANKS.Scenario({}, []))
     with Trainer(replace(config, mesh=mesh)) as trainer:
         # Rank 0's stream has three batches, rank 1's one: both take three steps and end together.
         last = trainer.fit([batch] * (3 if mesh.rank == 0 else 1))
@@ -224,15 +54,25 @@ def _stop_by_one_rank(mesh: Mesh, batch: PackedBatch) -> list[int | None]:
         return [*taken, last.step if last is not None else None]
 
 
+def edited_code(rank: int) -> Any:
+    """Rank 1 runs code that somebody has edited."""
+    return patch("treadle.model.trainer.code_digest", lambda: "edited") if rank == 1 else nullcontext()
+
+
 def _refusals(mesh: Mesh, batch: PackedBatch) -> list[str]:
     told: list[str] = []
-    config = replace(config_of(Scenario({}, [])), mesh=mesh)
+    config = replace(RANKS.config_of(RANKS.Scenario({}, [])), mesh=mesh)
     try:
         Trainer(replace(config, hidden=128 * (1 + mesh.rank)))
     except ValueError as error:
         told.append(str(error))
     with Trainer(config) as trainer:
-        too_large = Packer(replace(SAMPLES.SHAPE, max_rows_per_device=5)).pack(StepItems([0], [b"x"]))
+        with edited_code(mesh.rank):
+            try:
+                Trainer(config)
+            except ValueError as error:
+                told.append(str(error))
+        too_large = Packer(replace(RANKS.SAMPLES.SHAPE, max_rows_per_device=5)).pack(StepItems([0], [b"x"]))
         try:
             trainer.step(too_large if mesh.rank == 1 else batch)
         except (ValueError, PeerRefusedError) as error:
@@ -246,9 +86,9 @@ def _refusals(mesh: Mesh, batch: PackedBatch) -> list[str]:
 
 
 def _save_and_resume(mesh: Mesh, folder: Path) -> dict[str, Any]:
-    scenario = WORLDS[2]["joint_accumulated"]
-    config = replace(config_of(scenario), mesh=mesh)
-    batches = rank_batches(scenario, mesh.rank)
+    scenario = RANKS.WORLDS[2]["joint_accumulated"]
+    config = replace(RANKS.config_of(scenario), mesh=mesh)
+    batches = RANKS.rank_batches(scenario, mesh.rank)
     first, second, third = batches
     assert first is not None and third is not None
     path = folder / "world.safetensors"
@@ -335,9 +175,9 @@ def gradient_factors(mesh: Mesh) -> dict[str, list[float]]:
 
 def sent_in_a_step(mesh: Mesh) -> dict[str, Any]:
     """What a step sends, counted and by formula, and how many slices of the gradient went before the backward pass was over."""
-    scenario = WORLDS[2]["balanced_micro_batches"]
-    config = replace(config_of(scenario), mesh=mesh, depth=2)
-    batches = [b for b in rank_batches(scenario, mesh.rank) if b is not None]
+    scenario = RANKS.WORLDS[2]["balanced_micro_batches"]
+    config = replace(RANKS.config_of(scenario), mesh=mesh, depth=2)
+    batches = [b for b in RANKS.rank_batches(scenario, mesh.rank) if b is not None]
     with Trainer(config) as trainer:
         runner = trainer._runner  # pyright: ignore[reportPrivateUsage]
         runner.reduction = GradientReduction(mesh.world, runner.parameters, trainer.network, bucket_bytes=2**16)
@@ -357,20 +197,53 @@ def sent_in_a_step(mesh: Mesh) -> dict[str, Any]:
         return {"counted": counted, "expected": asdict(expected), "early": runner.reduction.sent_early, "of": len(runner.reduction.slices)}
 
 
+class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves its __init_subclass__ untyped
+    """Remembers the elements of the largest tensor that any operation takes or makes, collectives too."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for value in tree_leaves((args, kwargs, out)):
+            if isinstance(value, torch.Tensor):
+                self.elements = max(self.elements, value.numel())
+        return out
+
+
+ROWS, WIDTH = (2048, 1500), 64
+
+
+def largest_in_scoring(mesh: Mesh) -> int:
+    """Rows gathered, scored and given their gradients, between ranks that hold unequally many."""
+    sizes, first = list(ROWS), sum(ROWS[: mesh.rank])
+    own, count = ROWS[mesh.rank], sum(ROWS)
+    pooled = torch.randn(own, WIDTH, generator=torch.Generator().manual_seed(mesh.rank)).requires_grad_()
+    group = torch.zeros(count, dtype=torch.int64)
+    named = NamedPairs(torch.arange(own + 1), first + (torch.arange(own) ^ 1), torch.ones(own), torch.zeros(own))
+    with LargestTensor() as largest:  # type: ignore[no-untyped-call]
+        pairs = PairRows(first + torch.arange(own), group[:own], group, named, 1.0)
+        everyone = mesh.world.gather(pooled, sizes)
+        value = pair_loss(pooled, everyone, torch.ones(1), torch.zeros(1), group[:own], pairs, form="sigmoid", widths=(WIDTH,))
+        torch.autograd.backward(value)
+    assert pooled.grad is not None and bool(pooled.grad.any())
+    return int(largest.elements)
+
+
 def main(folder: Path, world_size: int, rank: int) -> None:
     torch.set_num_threads(1)
     options = MeshOptions(directory=folder, host_domain_index=rank, host_domain_count=world_size, timeout_s=100)
     with Mesh.bootstrap(options, device="cpu") as mesh:
         out: dict[str, Any] = {}
-        for name, scenario in WORLDS[world_size].items():
-            numbers, weights = run(scenario, mesh, rank_batches(scenario, rank))
+        for name, scenario in RANKS.WORLDS[world_size].items():
+            numbers, weights = RANKS.run(scenario, mesh, RANKS.rank_batches(scenario, rank))
             out[name] = numbers
             torch.save(weights, folder / f"{name}-{rank}.pt")
-        batch = Packer(SAMPLES.SHAPE).pack(items_of([0, 1], texts_only=False))
+        batch = Packer(RANKS.SAMPLES.SHAPE).pack(RANKS.items_of([0, 1], texts_only=False))
         if world_size != 3:
             out["factors"] = gradient_factors(mesh)
         if world_size == 2:
             out["sent"] = sent_in_a_step(mesh)
+            out["largest"] = largest_in_scoring(mesh)
             out["fit"] = _stop_by_one_rank(mesh, batch)
             out["refusals"] = _refusals(mesh, batch)
             out["resume"] = _save_and_resume(mesh, folder)
@@ -403,14 +276,15 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int
     yield launch
 
 
-@pytest.mark.parametrize(("world_size", "name"), [(size, name) for size, found in WORLDS.items() for name in found])
+@pytest.mark.parametrize(("world_size", "name"), [(size, name) for size, found in RANKS.WORLDS.items() for name in found])
 def test_a_world_takes_the_steps_of_one_process(world_size: int, name: str, launched: Callable[[int], Path]) -> None:
     folder = launched(world_size)
-    scenario = WORLDS[world_size][name]
-    expected, expected_tensors = run(scenario, None, world_batches(scenario))
+    scenario = RANKS.WORLDS[world_size][name]
+    expected, expected_tensors = RANKS.run(scenario, None, RANKS.world_batches(scenario))
     assert expected[0][-2] > 0
     # Late interaction and choices.
-    assert min(expected[0][4:6]) > 0 or scenario.changes is not NAMED_JOINT
+    assert min(expected[0][4:6]) > 0 or scenario.changes is not RANKS.NAMED_JOINT
+    assert min(expected[0][:8]) > 0 or scenario.changes is not RANKS.ALL
     for rank in range(world_size):
         seen = json.loads((folder / f"out-{rank}.json").read_text())[name]
         for ours, theirs in zip(seen, expected, strict=True):
@@ -463,6 +337,13 @@ def test_a_step_sends_what_the_formula_says(launched: Callable[[int], Path]) -> 
         assert seen["early"] > seen["of"] // 2 if rank == 0 else seen["early"] == 0
 
 
+def test_scoring_between_ranks_holds_no_more_than_everybody_s_rows(launched: Callable[[int], Path]) -> None:
+    # The gather's buffer, padded to the larger rank, or one slab of scores: nothing is anchors by candidates.
+    assert ROWS[1] * sum(ROWS) > 10 * SLAB_ELEMENTS
+    for rank in range(2):
+        assert 2 * ROWS[0] * WIDTH <= _out(launched(2), rank, "largest") <= max(2 * ROWS[0] * WIDTH, SLAB_ELEMENTS)
+
+
 def test_ranks_end_together(launched: Callable[[int], Path]) -> None:
     folder = launched(2)
     # Streams of three and one batches: three steps. Rank 1 asks to stop after step 2: no rank takes a third.
@@ -473,9 +354,10 @@ def test_what_one_rank_cannot_take_is_told_to_all(launched: Callable[[int], Path
     first, second = (_out(launched(2), rank, "refusals") for rank in range(2))
     for told in (first, second):
         assert "config.hidden is 256 on rank 1 and 128 on rank 0" in told[0]
-        assert told[2] == "1"
-    assert "rank 1 could not take its batch" in first[1]
-    assert "max_rows_per_device is 5, the trainer's 4" in second[1]
+        assert "code is 'edited' on rank 1 and" in told[1]
+        assert told[3] == "1"
+    assert "rank 1 could not take its batch" in first[2]
+    assert "max_rows_per_device is 5, the trainer's 4" in second[2]
 
 
 def test_a_checkpoint_that_one_rank_cannot_read_starts_no_rank(launched: Callable[[int], Path]) -> None:
@@ -489,10 +371,10 @@ def test_a_world_resumes_bit_for_bit_and_another_world_size_takes_the_window_ove
     seen = [_out(folder, rank, "resume") for rank in range(2)]
     assert all(s["same"] and s["equal"] for s in seen)
     # One process resumes what two saved in the middle of a window; ambient pairs of the open window were already scored.
-    scenario = WORLDS[2]["joint_accumulated"]
-    batch = world_batches(scenario)[2]
+    scenario = RANKS.WORLDS[2]["joint_accumulated"]
+    batch = RANKS.world_batches(scenario)[2]
     assert batch is not None
-    with Trainer(replace(config_of(scenario), resume=folder / "world.safetensors")) as trainer:
+    with Trainer(replace(RANKS.config_of(scenario), resume=folder / "world.safetensors")) as trainer:
         stats = trainer.step(batch).stats
     assert stats.loss == pytest.approx(seen[0]["loss"], rel=1e-5)
     assert stats.gradient_norm == pytest.approx(seen[0]["norm"], rel=1e-5)

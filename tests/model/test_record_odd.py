@@ -208,3 +208,62 @@ def test_a_pipe_is_not_replaced(tmp_path: Path) -> None:
     with pytest.raises(UnwritableFileError, match="a device or a pipe"):
         record.save(tmp_path / "pipe")
     assert (tmp_path / "pipe").is_fifo()
+
+
+def test_a_state_that_a_module_does_not_take_changes_no_other_module() -> None:
+    class Counter(nn.Linear):
+        def __init__(self, count: int, takes: bool = True) -> None:
+            super().__init__(2, 2)
+            self.counted, self.takes = {"count": count}, takes
+
+        def get_extra_state(self) -> dict[str, int]:
+            return self.counted
+
+        def set_extra_state(self, state: dict[str, int]) -> None:
+            if not self.takes:
+                raise RuntimeError("not this one")
+            self.counted.update(state)
+
+    def recorded(*modules: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(*modules)
+        return model, torch.optim.SGD(model.parameters())
+
+    record = TrainingRecord.capture(*recorded(Counter(1), Counter(2)), None, GradientsAccumulator(), None)
+    first, last = Counter(3), Counter(4, takes=False)
+    with pytest.raises(ValueError, match="extra state cannot be loaded: RuntimeError: not this one"):
+        record.restore(*recorded(first, last), None)
+    assert (first.counted, last.counted) == ({"count": 3}, {"count": 4})
+
+
+def test_a_restore_to_a_device_without_values_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    record = TrainingRecord.capture(model, optimizer, None, GradientsAccumulator(), None)
+    with pytest.raises(ValueError, match="device is meta"):
+        record.restore(model, optimizer, None, "meta")
+    assert model.weight.device.type == "cpu"
+
+
+def test_files_do_not_depend_on_the_default_device(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("turned", torch.rand(3, 2).t())
+    optimizer = torch.optim.SGD(model.parameters())
+    state = {"bytes": b"x", "none": b"", "array": np.arange(3)}
+    with torch.device("meta"):  # stands for torch.set_default_device("cuda")
+        TrainingRecord.capture(model, optimizer, None, GradientsAccumulator(), state).save(tmp_path / "record")
+        restored = TrainingRecord.load(tmp_path / "record").restore(model, optimizer, None)
+    assert (restored.state["bytes"], restored.state["none"], restored.state["array"].tolist()) == (b"x", b"", [0, 1, 2])
+
+
+def test_a_precision_that_values_pass_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 65536.0)
+    accumulator = GradientsAccumulator()
+    accumulator.accumulate(model)
+    record = TrainingRecord.capture(model, optimizer, None, accumulator, None)
+    with pytest.raises(ValueError, match=r"ranks\.0\.gradients\.weight passes the range of torch\.float16"):
+        record.save(tmp_path / "record", torch.float16)
+    assert not list(tmp_path.iterdir())
+    record.save(tmp_path / "record", torch.bfloat16)
