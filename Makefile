@@ -17,14 +17,16 @@ export PYTHONSAFEPATH := 1
 # Idle OpenMP threads sleep: on a busy machine, spinning ones take the cores from everyone else.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: help install demo test lint types tests kernels gpu soak fuzz bench learning clean
+.PHONY: help install demo test lint types tests kernels gpu netns soak stores fuzz bench learning clean
 
 help:
 	@echo "make demo    set up, write a small four-modality dataset, train on it, evaluate (about 5 minutes)"
 	echo "make test    set up, lint, type checks, all tests"
 	echo "make kernels thorough kernel tests in Triton's interpreter and the full compile report, without a GPU (about 10 minutes)"
 	echo "make gpu     on a machine with a GPU: kernels, graph and step checked on it, then measured, into gpu_report/ (8 minutes)"
-	echo "make soak    a minute of eight threads decoding whole and damaged files of every kind, here and in worker processes; 50 kills of a stream"
+	echo "make soak    a minute of eight threads decoding whole and damaged files of every kind, here and in worker processes; 50 kills of a stream, 20 of ranks"
+	echo "make netns   two machines as network namespaces: power lost, a slow cable, a cut one (needs root)"
+	echo "make stores  gs:// and hf:// against servers of their HTTP APIs; installs their libraries"
 	echo "make fuzz    the tar reader against FUZZ_CASES mutated archives; the decoders, guided by coverage, for FUZZ_S seconds (corpus in FUZZ_DIR)"
 	echo "make learning  what each objective learns on the stamps in STAMPS: an hour of one core; rewrites benchmarks/learning.md"
 	echo "make bench   the benchmarks behind the README's claims; appends to benchmarks/results.csv"
@@ -89,13 +91,25 @@ kernels: install
 	$(BIN)/python -m treadle.kernels --check
 	echo "== kernels done in $$((SECONDS - start)) s"
 
-# Everything that needs a GPU, in eight minutes on one H200; without one it says so and exits 2.
-gpu: install
-	@PYTHONPATH=benchmarks $(BIN)/python benchmarks/gpu.py --out gpu_report
+# Everything that needs a GPU, in eight minutes on one H200; without one it says so and exits 2. Where PYTHON has a torch that sees the GPU, and
+# pytest, that is what runs, with nothing installed: a machine of GPUs need not reach a package index.
+gpu:
+	@if $(PYTHON) -c 'import sys, pytest, torch, triton, PIL, safetensors; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
+	  python=$(PYTHON)
+	else
+	  $(MAKE) --no-print-directory install
+	  python=$(BIN)/python
+	fi
+	PYTHONPATH=src:benchmarks $$python benchmarks/gpu.py --out gpu_report
 
-# Two machines that are network namespaces; needs root.
+# Two machines that are network namespaces, one of which loses power; cables that delay, drop and are cut. Three minutes; needs root.
 netns: install
 	@TREADLE_NETNS=1 $(BIN)/python -m pytest -q tests/end_to_end/test_network.py
+
+# gs:// and hf:// against small servers of their HTTP APIs; installs their libraries, which are extras.
+stores: install
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[gcs,hf]'
+	$(BIN)/python -m pytest -q tests/pipeline/test_other_stores.py
 
 soak: install
 	@TREADLE_SOAK_S=60 $(BIN)/python -m pytest -q tests/decoders/test_threads.py

@@ -99,6 +99,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except click.Abort:
         code = _fail("stopped", 130, None)
     except click.UsageError as error:
+        if "Usage: " in error.format_message():  # a group without a command: its help, as it stands
+            click.echo(error.format_message(), err=True)
+            raise SystemExit(2) from None
         where = f" (see `{error.ctx.command_path} --help`)" if error.ctx is not None and "--help" not in error.format_message() else ""
         code = _fail(f"{error.format_message()}{where}", 2, error)
     except ConfigError as error:

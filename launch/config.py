@@ -329,7 +329,7 @@ def read_toml(path: Path) -> Tree:
         ConfigError: the file cannot be read or is no TOML.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # editors on Windows begin a file with a mark
     except OSError as error:
         raise ConfigError(f"{path}: cannot read the configuration: {error.strerror or error}") from error
     except UnicodeDecodeError as error:

@@ -74,6 +74,9 @@ def pack_command(sources: tuple[str, ...], out: str, config: Path | None, **para
     settings = configured(PackSettings, config, given, packing_tree(config, sources))
     if not settings.data.sources:
         raise click.UsageError(f"--config {config}: names no sources to pack: name shards")
+    if not out or out.rstrip("/").endswith(":"):
+        # As `--out "$FOLDER"` or `--out s3://$BUCKET` is where the variable is not set: else the root folder, or one named `s3:` here.
+        raise click.UsageError(f"--out is {out!r}: name a folder or an object-store URL")
     _pack(settings, out.rstrip("/") or "/")
 
 

@@ -12,6 +12,8 @@ from click.testing import CliRunner
 from treadle.launch import cli
 from treadle.launch.cli import COMMANDS, main, one_line, treadle
 
+SHAPE = ("--batch.max_rows_per_device", "1", "--batch.max_segments_per_device", "4", "--batch.max_columns_per_row", "64")
+
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
     """Exit code, standard output and standard error of `treadle ARGUMENTS`, in this process."""
@@ -41,6 +43,24 @@ def test_every_command_has_help(name: str) -> None:
     assert "Usage:" in result.output
 
 
+@pytest.mark.parametrize("arguments", [[], ["launch"]])
+def test_a_group_alone_shows_its_help_and_is_wrong_usage(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("Usage: treadle") and err.count("\n") > 5
+
+
+def test_a_run_without_one_batch_is_a_failure(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "a.tar").write_bytes(b"no tar" * 200)
+    shape = [argument.replace("--", "--trainer.") if argument.startswith("--") else argument for argument in SHAPE]
+    small = ["--trainer.depth", "1", "--trainer.hidden", "128", "--steps", "2", "--trainer.schedule.learning_rate", "0.001"]
+    where = ["--data.sources", str(tmp_path / "a.tar"), "--output", str(tmp_path / "run")]
+    code, _, err = run(capsys, "train", *where, *small, *shape)
+    assert code == 1
+    assert "treadle: no batch came from the data, so nothing was trained (" in err and "not_a_tar" in err
+    assert not list((tmp_path / "run").rglob("*.safetensors"))
+
+
 def test_python_m_is_the_command() -> None:
     done = subprocess.run([sys.executable, "-P", "-m", "treadle.launch", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("treadle, version ")
@@ -61,6 +81,8 @@ def test_python_m_is_the_command() -> None:
         (["train", "--output", "x", "--trainer.optimizer.beta1", "2"], "it must lie between 0 and 1"),
         (["train", "--trainer.contrastive.pair_loss", "rnaked"], "must be one of derived, balanced, ranked, sigmoid"),
         (["pack", "--out", "p"], "there is nothing to pack"),
+        (["pack", "s.tar", "--out", "", *SHAPE], "--out is '': name a folder"),
+        (["pack", "s.tar", "--out", "s3://", *SHAPE], "--out is 's3://': name a folder or an object-store URL"),
         (["inspect"], "there is nothing to inspect"),
         (["encode", "c.safetensors", "a.png", "--out", "v.txt"], "must end in .npy or .safetensors"),
         (["encode", "c.safetensors", "--out", "v.npy"], "nothing to encode"),

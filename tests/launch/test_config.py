@@ -469,3 +469,9 @@ def test_a_default_factory_keeps_its_values() -> None:
 
     assert build(Inner, {}) == Inner()
     assert build(Outer, {"names": {"a": 1}}).names == {"a": 1}
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("depth = 1\n", encoding="utf-8-sig")
+    assert read_toml(file) == {"depth": 1}
