@@ -74,16 +74,16 @@ class DataSettings:
     def __post_init__(self) -> None:
         settle_numbers(self)
         require_count("DataSettings", "seed", self.seed, 0, 2**64 - 1)
-        require_count("DataSettings", "lanes", self.lanes, 0, 2**20)
+        require_count("DataSettings", "lanes", self.lanes, 0, 2**16)
         require_count("DataSettings", "shuffle", self.shuffle, 0, 2**40)
         require_count("DataSettings", "shuffle_bytes", self.shuffle_bytes, 0, 2**63 - 1)
         Budget(max_quarantined=self.max_quarantined, quarantine_probation=self.quarantine_probation)
         require_count("DataSettings", "cache_bytes", self.cache_bytes, 1, 2**62)
         require_count("DataSettings", "window", self.window, 1, 2**16)
         require_count("DataSettings", "max_edges", self.max_edges, 0)
-        for name, least in (("epochs", 1), ("threads", 1), ("processes", 0)):
+        for name, least, most in (("epochs", 1, 2**31 - 1), ("threads", 1, 4096), ("processes", 0, 4096)):
             if getattr(self, name) is not None:
-                require_count("DataSettings", name, getattr(self, name), least)
+                require_count("DataSettings", name, getattr(self, name), least, most)
         if self.sources and self.packed:
             raise ValueError(
                 f"sources and packed are both set (packed is {self.packed!r}), and a run reads one of them: take data.sources out of the "

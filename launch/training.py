@@ -148,7 +148,8 @@ class Run:
         self._evaluated_step = -1
         trainer.fit(self._metered(stream), on_step=self._on_step)
         if not trainer.steps_done and not self._stop:
-            left_out = stream.quarantine.summary() if stream.quarantine is not None else "nothing was quarantined"
+            quarantine = stream.quarantine
+            left_out = quarantine.summary() if isinstance(quarantine, Quarantine) else "nothing was quarantined"
             raise ValueError(f"no batch came from the data, so nothing was trained ({left_out}): check data.sources and data.schema")
         if not self._stop.urgent:
             self._evaluate()

@@ -81,6 +81,8 @@ def test_python_m_is_the_command() -> None:
         (["train", "--output", "x", "--trainer.optimizer.beta1", "2"], "it must lie between 0 and 1"),
         (["train", "--trainer.contrastive.pair_loss", "rnaked"], "must be one of derived, balanced, ranked, sigmoid"),
         (["pack", "--out", "p"], "there is nothing to pack"),
+        (["pack", "s.tar", "--out", "p", "--data.threads", "5000", *SHAPE], "threads is 5000: it must lie between 1 and 4096"),
+        (["pack", "s.tar", "--out", "p", "--data.lanes", "65537", *SHAPE], "lanes is 65537: it must lie between 0 and 65536"),
         (["pack", "s.tar", "--out", "", *SHAPE], "--out is '': name a folder"),
         (["pack", "s.tar", "--out", "s3://", *SHAPE], "--out is 's3://': name a folder or an object-store URL"),
         (["inspect"], "there is nothing to inspect"),
