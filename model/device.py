@@ -33,6 +33,8 @@ def pick_device(owner: str, device: str | torch.device | None, local_index: int 
         picked = torch.device(device)
     except RuntimeError as error:
         raise ValueError(f"{owner} is {str(device)!r}: it must be a device such as 'cpu', 'cuda' or 'cuda:1'") from error
+    if picked.type == "meta":
+        raise ValueError(f"{owner} is {str(device)!r}, which holds no values: it must be a device such as 'cpu', 'cuda' or 'cuda:1'")
     count = torch.cuda.device_count() if picked.type == "cuda" and torch.cuda.is_available() else 0
     if picked.type == "cuda" and (picked.index or 0) >= count:
         raise ValueError(f"{owner} is {str(device)!r}: this process sees {count} CUDA devices")

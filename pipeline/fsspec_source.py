@@ -54,6 +54,9 @@ class FsspecSource:
             raise StorageError(
                 "unreadable", 0, f"{public_text(str(error))} (treadle[s3], treadle[gcs] and treadle[hf] install the usual ones)"
             ) from None
+        except OSError as error:
+            # Some, such as ftp, connect here.
+            raise StorageError("unreadable", 0, f"nobody answers: {public_text(str(error))}") from None
         except ValueError as error:
             raise ValueError(f"{public_url(url)!r}: {public_text(str(error))}") from None
         # Where a range is read through a file object, that would read megabytes ahead.

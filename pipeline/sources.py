@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from hashlib import blake2b
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 from treadle.pipeline.storage import local_path, public_url, scheme_of
 
@@ -176,6 +177,7 @@ def _matches(url: str) -> list[str]:
         return _listed(path)
     scheme = scheme_of(url)
     if scheme in ("http", "https"):
+        _host(url)
         if "*" in url.partition("?")[0]:
             raise ValueError(f"{public_url(url)!r}: a web server does not list its files; write the names out, as in {{000..127}}")
         return [url]
@@ -184,8 +186,8 @@ def _matches(url: str) -> list[str]:
         return [url]
     from fsspec.core import url_to_fs
 
-    files, inside = url_to_fs(url)
     try:
+        files, inside = url_to_fs(url)
         return sorted(str(files.unstrip_protocol(match)) for match in files.glob(inside))
     except OSError as error:
         raise ValueError(f"{public_url(url)!r} cannot be listed: {type(error).__name__}") from None
@@ -203,6 +205,17 @@ def _listed(pattern: str) -> list[str]:
         return []
     hidden = name.startswith(".")
     return sorted(os.path.join(folder, match) for match in fnmatch.filter(names, name) if hidden or not match.startswith("."))
+
+
+def _host(url: str) -> None:
+    """Refuses a web address that nobody can be asked at, before anybody is asked again and again."""
+    try:
+        place = urlsplit(url)
+        reachable = bool(place.hostname) and place.port != 0
+    except ValueError:
+        reachable = False
+    if not reachable:
+        raise ValueError(f"{public_url(url)!r}: a web address names a host, and a port from 1 to 65535 if any")
 
 
 def _known(url: str, scheme: str) -> None:

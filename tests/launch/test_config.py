@@ -123,7 +123,7 @@ def another(leaf: Leaf) -> object:
         return default + 7
     if isinstance(default, float):
         return (default or 0.25) * 1.5
-    return "text"
+    return ["text"] if isinstance(default, tuple) else "text"
 
 
 def picked(config: object, path: tuple[str, ...]) -> object:

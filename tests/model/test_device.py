@@ -39,7 +39,7 @@ def test_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pick_device("device", None) == torch.device("cpu")
     with pytest.raises(ValueError, match="device is 'cuda': this process sees 0 CUDA devices"):
         pick_device("device", "cuda")
-    for wrong in ("gpu", 3):
+    for wrong in ("gpu", 3, "meta"):
         with pytest.raises(ValueError, match="it must be a device such as 'cpu', 'cuda' or 'cuda:1'"):
             pick_device("device", wrong)  # type: ignore[arg-type]  # what a user may try
 

@@ -82,6 +82,9 @@ def test_what_cannot_be_expanded(folder: Path) -> None:
         (["a.tar", "pipe:curl -s http://host/{0..3}.tar"], "is refused"),
         ("nosuch://bucket/a.tar", "nothing opens nosuch"),
         ("http://host/*.tar", "does not list its files"),
+        ("http://", "names a host"),
+        ("http://host:99999/a.tar", "a port from 1 to 65535"),
+        ("https://[::1/a.tar", "names a host"),
     ):
         with pytest.raises(ValueError, match=message):
             expand_urls(urls)  # type: ignore[arg-type]
