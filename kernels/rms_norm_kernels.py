@@ -76,11 +76,11 @@ def _rms_norm_bwd_kernel(
         i_p = first + i
         normed = tl.load(total + i_p * stride_total + o_d, mask=m_d, other=0.0).to(tl.float32) * tl.load(inverse_P + i_p)
         b_dy = tl.load(dy + i_p * stride_dy + o_d, mask=m_d, other=0.0).to(tl.float32)
-        dgain += b_dy * normed
+        b_dgain = b_dy * normed
+        dgain += b_dgain
         # d = inverse * (gain * dy - normed * mean(gain * dy * normed))
-        b_dy = b_dy * gain
-        along = tl.sum(b_dy * normed, 0) / D
-        b_d = (b_dy - normed * along) * tl.load(inverse_P + i_p)
+        along = tl.sum(b_dgain * gain, 0) / D
+        b_d = (b_dy * gain - normed * along) * tl.load(inverse_P + i_p)
         if HAS_DTOTAL:
             b_d += tl.load(dtotal + i_p * stride_dtotal + o_d, mask=m_d, other=0.0).to(tl.float32)
         tl.store(dx + i_p * D + o_d, narrow(b_d, dx.dtype.element_ty), mask=m_d)
