@@ -247,7 +247,7 @@ def test_a_worker_killed_within_an_item_costs_a_stream_that_item(tars: Any, tmp_
     """The batches, and every state, are those of a run in which that one item is damaged."""
     rng = random.Random(0)
     samples = [(f"k{number}", tars.mixed_sample(rng)) for number in range(30)]
-    # Half a second to decode: time enough to meet it.
+    # A tenth of a second to decode, or more: the killer looks three times in that.
     noise = np.random.default_rng(0).integers(0, 256, (2600, 2600, 3), np.uint8)
     out = io.BytesIO()
     Image.fromarray(noise).save(out, "png", compress_level=1)
@@ -260,9 +260,9 @@ def test_a_worker_killed_within_an_item_costs_a_stream_that_item(tars: Any, tmp_
 
     def kill() -> None:
         ahead = stream._running().ahead
-        while not killed and not ended.wait(0.05):
+        while not killed and not ended.wait(0.002):
             met = [(worker, worker.at()) for worker in list(ahead._away._workers)] if ahead._away is not None else []
-            ended.wait(0.05)
+            ended.wait(0.03)
             for worker, at in met:
                 if at is not None and worker.at() == at and not killed:
                     killed.append(worker.pid)
