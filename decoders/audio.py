@@ -10,11 +10,12 @@ from treadle.decoders.errors import DecodeError
 from treadle.decoders.limits import Deadline, DecodeOptions
 from treadle.decoders.media import find_stream, opened
 from treadle.decoders.mpeg import read_adts, read_mpeg
-from treadle.decoders.ogg import read_ogg
+from treadle.decoders.ogg import OggLink, read_ogg
 from treadle.decoders.payload import Payload, Probe
 from treadle.decoders.resample import Block, gather, resampled_count
 from treadle.decoders.sniff import AUDIO_FORMATS, VIDEO_FORMATS, Format, describe, searchable, skip_id3, sniff
 from treadle.decoders.structure import check_whole
+from treadle.decoders.vorbis import NotPlain, vorbis_blocks
 from treadle.decoders.wav import read_wav, wav_blocks
 from treadle.shape import AudioShape
 
@@ -92,9 +93,7 @@ def _blocks(kind: Format, data: memoryview, options: DecodeOptions, deadline: De
     elif kind == "ogg":
         links, whole = read_ogg(data, options, deadline)
         for link in links:
-            part = data[link.start : link.end]
-            lone = link.samples if link.sound_pages == 1 and len(link.pages) == 1 and whole else 0
-            yield from coded_blocks("ogg", part, options, deadline, whole=whole, lone_page_samples=lone)
+            yield from _ogg_blocks(link, data[link.start : link.end], options, deadline, whole=whole)
     elif kind == "mp3":
         runs, whole = read_mpeg(data, options, deadline)
         for run in runs:
@@ -105,6 +104,18 @@ def _blocks(kind: Format, data: memoryview, options: DecodeOptions, deadline: De
         yield from coded_blocks("aac", data[first:last], options, deadline, whole=True)
     else:
         yield from coded_blocks(kind, data, options, deadline, whole=check_whole(kind, data, options, deadline))
+
+
+def _ogg_blocks(link: OggLink, part: memoryview, options: DecodeOptions, deadline: Deadline, *, whole: bool) -> Iterator[Block]:
+    alone = len(link.pages) == 1 and whole
+    if alone:
+        try:
+            yield from vorbis_blocks(part, deadline)
+            return
+        except NotPlain:
+            pass
+    lone = link.samples if link.sound_pages == 1 and alone else 0
+    yield from coded_blocks("ogg", part, options, deadline, whole=whole, lone_page_samples=lone)
 
 
 def _flac_blocks(data: memoryview, options: DecodeOptions, deadline: Deadline) -> Iterator[Block]:

@@ -8,6 +8,7 @@ import numpy as np
 from treadle.decoders.errors import DecodeError
 from treadle.decoders.limits import Deadline, DecodeOptions
 from treadle.decoders.sniff import searchable
+from treadle.decoders.tables import check_tracks, has_samples
 
 _PARENTS = {b"moov", b"trak", b"mdia", b"minf", b"stbl", b"edts", b"mvex", b"moof", b"traf"}
 _FREE = {b"free", b"skip", b"uuid", b"wide"}
@@ -49,7 +50,7 @@ def mp4_lack(data: memoryview, options: DecodeOptions, deadline: Deadline) -> st
         DecodeError: the index is missing, or a box contradicts its own size.
     """
     at, size = 0, len(data)
-    index = media = fragments = indexed = False
+    index = media = fragments = indexed = waits = False
     budget = _Budget(options, deadline)
     lack = ""
     while at + 8 <= size:
@@ -65,7 +66,11 @@ def mp4_lack(data: memoryview, options: DecodeOptions, deadline: Deadline) -> st
             break
         if kind in (b"moov", b"moof"):
             _check_tables(kind, data[at + header : at + length], size, budget, 0)
-        if kind == b"mdat" and fragments and media and not indexed:
+        if kind == b"moov":
+            check_tracks(data[at + header : at + length], size)
+            # Where the index names no samples, all media are in fragments.
+            waits = not has_samples(data[at + header : at + length])
+        if kind == b"mdat" and ((fragments and media) or waits) and not indexed:
             raise DecodeError("corrupt", f"the media at byte {at} are of no fragment")
         # Whatever they are in, media of a file in fragments stand behind their own index.
         indexed = kind == b"moof" or (indexed and kind != b"mdat")

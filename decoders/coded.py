@@ -10,7 +10,8 @@ import numpy as np
 from treadle.decoders.errors import DecodeError
 from treadle.decoders.limits import Deadline, DecodeOptions
 from treadle.decoders.media import check_packets, codecs, find_stream, opened
-from treadle.decoders.resample import Block, to_mono
+from treadle.decoders.opus import SteadyPackets
+from treadle.decoders.resample import Block, Mono, to_mono
 from treadle.decoders.sniff import Format
 
 _DTYPES: dict[str, tuple[str, bool]] = {
@@ -19,7 +20,7 @@ _DTYPES: dict[str, tuple[str, bool]] = {
     for planar in ("", "p")
 }
 """Type of a sample, and whether each channel has a plane, by the library's name."""
-_HELD_SAMPLES = 1 << 17
+HELD_SAMPLES = 1 << 17
 _MAX_CHANNELS = 255
 _MAX_PLANES = 8
 """Planes of which the library knows the number."""
@@ -81,6 +82,8 @@ def _stream_blocks(container: Any, kind: Format, deadline: Deadline, whole: bool
     if lone:
         context.flags2 |= _SKIP_MANUAL
     packets = container.demux(stream)
+    # An Ogg page's checksum has told of damage to its packets.
+    steady = SteadyPackets(stream.time_base) if context.name in ("opus", "libopus") and kind in ("mp4", "matroska") else None
     count = 0
     try:
         for packet in packets:
@@ -88,6 +91,8 @@ def _stream_blocks(container: Any, kind: Format, deadline: Deadline, whole: bool
             # Of a WAV the header has told what is missing.
             if packet.is_corrupt and kind != "wav":
                 raise DecodeError("truncated", "the last packet is cut")
+            if steady is not None:
+                steady.add(packet)
             for frame in packet.decode():
                 if lone and packet.pts == 0:
                     continue
@@ -146,7 +151,7 @@ class _Held:
         rate_hz, channels = frame.sample_rate, frame.layout.nb_channels
         full: Block | None = None
         changed = rate_hz != self._rate_hz or channels != self._channels
-        if self._fifo is not None and (changed or self._fifo.samples >= _HELD_SAMPLES):
+        if self._fifo is not None and (changed or self._fifo.samples >= HELD_SAMPLES):
             full = self.drain()
         if self._fifo is None or changed:
             if not 1 <= channels <= _MAX_CHANNELS:
@@ -159,22 +164,26 @@ class _Held:
     def drain(self) -> Block | None:
         """All that waits."""
         frame = None if self._fifo is None else self._fifo.read()
-        if frame is None:
-            return None
-        dtype, planar = _DTYPES[frame.format.name]
-        if planar and self._channels > _MAX_PLANES:
-            frame, planar = self._packed(frame), False
-        count = frame.samples * (1 if planar else self._channels)
-        # Straight from the planes: the library's own conversion would copy them once more. Of eight it answers nine, the last
-        # one nowhere in memory.
-        planes = frame.planes[: self._channels if planar else 1]
-        rows = [np.frombuffer(plane, dtype, count) for plane in planes]
-        return self._rate_hz, to_mono(rows if planar else rows[0], self._channels, planar=planar)
+        return None if frame is None else (self._rate_hz, mono_of(frame))
 
-    def _packed(self, frame: Any) -> Any:
-        """The frame in one plane: where there are more than eight, the library does not know where they end."""
-        resampler = codecs().AudioResampler(format=frame.format.name.removesuffix("p"), layout=frame.layout, rate=self._rate_hz)
-        converted = [*resampler.resample(frame), *resampler.resample(None)]
-        if len(converted) != 1 or converted[0].samples != frame.samples or converted[0].layout.nb_channels != self._channels:
-            raise DecodeError("unsupported", f"{self._channels} channels of {frame.format.name}")
-        return converted[0]
+
+def mono_of(frame: Any) -> Mono:
+    """A frame's samples, its channels averaged."""
+    channels: int = frame.layout.nb_channels
+    dtype, planar = _DTYPES[frame.format.name]
+    if planar and channels > _MAX_PLANES:
+        frame, planar = _packed(frame), False
+    count = frame.samples * (1 if planar else channels)
+    # Straight from the planes: the library's own conversion would copy them once more. Of eight it answers nine, the last
+    # one nowhere in memory.
+    rows = [np.frombuffer(plane, dtype, count) for plane in frame.planes[: channels if planar else 1]]
+    return to_mono(rows if planar else rows[0], channels, planar=planar)
+
+
+def _packed(frame: Any) -> Any:
+    """The frame in one plane: where there are more than eight, the library does not know where they end."""
+    resampler = codecs().AudioResampler(format=frame.format.name.removesuffix("p"), layout=frame.layout, rate=frame.sample_rate)
+    converted = [*resampler.resample(frame), *resampler.resample(None)]
+    if len(converted) != 1 or converted[0].samples != frame.samples or converted[0].layout.nb_channels != frame.layout.nb_channels:
+        raise DecodeError("unsupported", f"{frame.layout.nb_channels} channels of {frame.format.name}")
+    return converted[0]

@@ -4,9 +4,7 @@ import io
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
+from treadle.decoders.bands import fill, picture_raster
 from treadle.decoders.errors import DecodeError
 from treadle.decoders.exif import exif_orientation, orient, turns_sides
 from treadle.decoders.gif import read_gif_size
@@ -16,7 +14,7 @@ from treadle.decoders.payload import Payload, Probe
 from treadle.decoders.png import PngParts, decode_png, read_png
 from treadle.decoders.scale import fit_size, grid_side
 from treadle.decoders.sniff import IMAGE_FORMATS, Format, describe, searchable, sniff
-from treadle.decoders.webp import WebpHeader, read_webp_header
+from treadle.decoders.webp import WebpHeader, decode_webp, read_webp_header
 from treadle.shape import ImageShape
 
 if TYPE_CHECKING:
@@ -24,8 +22,6 @@ if TYPE_CHECKING:
 
 _EXIF_ITEM = re.compile(rb"(infe[\x02\x03].{3}(?:..|.{4})\0\0)Exif", re.DOTALL)
 """The item of an AVIF that holds an Exif block, in the list of its items."""
-_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
-_BAND_PIXELS = 1 << 18
 
 
 class Picture(NamedTuple):
@@ -60,18 +56,21 @@ def decode_picture(
     Raises:
         DecodeError: the bytes are refused.
     """
+    from PIL import Image
+
     # In the orientation of the stored rows: the rule is symmetric in the two sides.
     size = fit_size(stored.height, stored.width, shape.patch_side, capacity)
-    if isinstance(stored.source, JpegHeader):
-        from PIL import Image
-
-        pixels = decode_jpeg(data, stored.source, shape.channels, size, options, deadline)
-        # What the inverse DCT has reduced holds no more of what Lanczos is there to cut off; the cubic takes half the time.
-        reduced = pixels.shape[0] < stored.height
-        pixels = _resize_array(pixels, size, Image.Resampling.BICUBIC if reduced else Image.Resampling.LANCZOS)
+    source = stored.source
+    if isinstance(source, JpegHeader):
+        raster = decode_jpeg(data, source, shape.channels, size, options, deadline)
+    elif isinstance(source, PngParts):
+        raster = decode_png(source)
     else:
-        pixels = _from_picture(_load(data, stored), shape.channels, size)
-    pixels = orient(pixels, stored.orientation)
+        webp = decode_webp(data, source, shape.channels, size) if isinstance(source, WebpHeader) else None
+        raster = webp or picture_raster(_load(data, stored))
+    # What the inverse DCT has reduced holds no more of what Lanczos is there to cut off; the cubic takes half the time.
+    kernel = Image.Resampling.BICUBIC if raster.height < stored.height else Image.Resampling.LANCZOS
+    pixels = orient(fill(raster, shape.channels, size, kernel), stored.orientation)
     height, width = pixels.shape[:2]
     grid = (1, grid_side(height, shape.patch_side), grid_side(width, shape.patch_side))
     return Payload(pixels, grid, (1, height, width))
@@ -163,13 +162,10 @@ def _open_avif(source: io.BytesIO) -> "Image.Image":
 
 def _load(data: memoryview, stored: Picture) -> "Image.Image":
     source = stored.source
-    if isinstance(source, PngParts):
-        return decode_png(source)
-    if isinstance(source, WebpHeader):
-        picture = _open(data[: source.end], "webp")
-    else:
-        assert not isinstance(source, JpegHeader)
-        picture = source
+    assert not isinstance(source, JpegHeader | PngParts)
+    picture = _open(data[: source.end], "webp") if isinstance(source, WebpHeader) else source
+    if picture.mode in ("I", "F") or picture.mode.startswith("I;16"):
+        raise DecodeError("unsupported", f"pixels of mode {picture.mode}")
     if picture.size != (stored.width, stored.height):
         raise DecodeError("corrupt", f"{picture.width} x {picture.height} pixels where the header says {stored.width} x {stored.height}")
     try:
@@ -177,55 +173,3 @@ def _load(data: memoryview, stored: Picture) -> "Image.Image":
     except (OSError, SyntaxError, ValueError, EOFError, IndexError, RuntimeError) as error:
         raise DecodeError("truncated" if "truncated" in str(error).lower() else "corrupt", f"pixels: {error}") from error
     return picture
-
-
-def _from_picture(picture: "Image.Image", channels: int, size: tuple[int, int]) -> NDArray[np.uint8]:
-    """Converts and resizes in the order that keeps hidden colours from bleeding: alpha is resolved first."""
-    from PIL import Image
-
-    if picture.mode in ("I", "F") or picture.mode.startswith("I;16"):
-        raise DecodeError("unsupported", f"pixels of mode {picture.mode}")
-    height, width = size
-    if picture.size != (width, height):
-        picture = _plain(picture, channels)
-        if picture.mode not in ("L", "RGB", "RGBA"):
-            picture = picture.convert("RGB")
-        # Mode RGBA is resampled with its colours multiplied by alpha.
-        picture = picture.resize((width, height), Image.Resampling.LANCZOS, reducing_gap=3.0)
-    out: NDArray[np.uint8] = np.empty((height, width, channels), np.uint8)
-    # Band by band, so that what the library makes on the way to an array never stands beside the whole picture.
-    rows = max(1, _BAND_PIXELS // width)
-    for top in range(0, height, rows):
-        bottom = min(top + rows, height)
-        band = picture if (top, bottom) == (0, height) else picture.crop((0, top, width, bottom))
-        band = _plain(band, channels)
-        if band.mode != _MODES[channels]:
-            band = band.convert(_MODES[channels])
-        out[top:bottom] = np.asarray(band).reshape(bottom - top, width, channels)
-    return out
-
-
-def _plain(picture: "Image.Image", channels: int) -> "Image.Image":
-    """The picture without palette, and without alpha where there is no channel for it."""
-    from PIL import Image
-
-    if picture.mode in ("P", "LA", "PA", "La", "RGBa") or "transparency" in picture.info:
-        picture = picture.convert("RGBA")
-    if picture.mode == "RGBA" and channels != 4:
-        paper = Image.new("RGB", picture.size, (255, 255, 255))
-        paper.paste(picture, mask=picture.getchannel("A"))
-        picture = paper
-    return picture.convert("L") if picture.mode == "1" else picture
-
-
-def _resize_array(pixels: NDArray[np.uint8], size: tuple[int, int], kernel: "Image.Resampling") -> NDArray[np.uint8]:
-    """Resamples an opaque picture; its alpha, where it has one, is 255 everywhere."""
-    from PIL import Image
-
-    if pixels.shape[:2] == size:
-        return pixels
-    channels = pixels.shape[2]
-    mode = {1: "L", 3: "RGB", 4: "RGBX"}[channels]
-    picture = Image.frombuffer(mode, (pixels.shape[1], pixels.shape[0]), pixels, "raw", mode, 0, 1)
-    picture = picture.resize((size[1], size[0]), kernel, reducing_gap=3.0)
-    return np.asarray(picture).reshape(size[0], size[1], channels)

@@ -51,6 +51,15 @@ AVAILABLE = sys.platform == "linux" and bool(sys.executable)
 """Whether workers can be had here: they need memory that two processes map, and an interpreter to start."""
 
 
+_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**26), "MALLOC_TOP_PAD_": str(2**24)}
+"""Memory that an item gives back, up to 64 MiB, stays with a worker for the next: fresh pages cost a sixth of the time of small items."""
+
+
+def worker_environment() -> dict[str, str]:
+    """What a process that decodes finds in its environment: one thread, and memory kept, unless the user's says otherwise."""
+    return {**_ENVIRONMENT, **os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
 class NoWorker(Exception):
     """No worker can be started here."""
 
@@ -68,7 +77,7 @@ class _Worker:
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
-                    env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+                    env=worker_environment(),
                 )
             except OSError:
                 ours.close()

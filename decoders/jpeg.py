@@ -3,15 +3,21 @@
 import io
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from treadle.decoders.colour import from_cmyk
+from treadle.decoders.bands import Raster, array_raster, picture_raster
+from treadle.decoders.colour import from_inks
 from treadle.decoders.errors import DecodeError
 from treadle.decoders.exif import exif_orientation
 from treadle.decoders.jpeg_scan import check_scans
 from treadle.decoders.limits import Deadline, DecodeOptions
+from treadle.decoders.sniff import searchable
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 _SIZES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _PROGRESSIVE = {0xC2, 0xC6, 0xCA, 0xCE}
@@ -98,8 +104,8 @@ def read_jpeg_header(data: memoryview, options: DecodeOptions) -> JpegHeader:
 
 def decode_jpeg(
     data: memoryview, header: JpegHeader, channels: int, size: tuple[int, int], options: DecodeOptions, deadline: Deadline
-) -> NDArray[np.uint8]:
-    """The stored picture `[H, W, channels]`, at a size of at least `size` that the inverse DCT makes by itself.
+) -> Raster:
+    """The stored picture, at a size of at least `size` that the inverse DCT makes by itself.
 
     Raises:
         DecodeError: libjpeg reports anything but a clean decode.
@@ -109,9 +115,11 @@ def decode_jpeg(
     factor = min(header.height // size[0], header.width // size[1]) // _MIN_FACTOR
     divisor = next(d for d in (8, 4, 2, 1) if d <= max(factor, 1))
     least = (-(-header.height // divisor), -(-header.width // divisor))
-    colours = "CMYK" if header.components == 4 else {1: "GRAY", 3: "RGB", 4: "RGBA"}[channels]
+    opaque = "RGBA" if size == (header.height, header.width) else "RGB"
+    mode = "CMYK" if header.components == 4 else {1: "L", 3: "RGB", 4: opaque}[channels]
 
     def run(source: bytes | memoryview) -> NDArray[np.uint8]:
+        colours = "GRAY" if mode == "L" else mode
         pixels: NDArray[np.uint8] = simplejpeg.decode_jpeg(source, colours, min_height=least[0], min_width=least[1], strict=True)
         return pixels
 
@@ -125,9 +133,16 @@ def decode_jpeg(
             pixels = run(bytes(data) + _END)
     except ValueError as error:
         if "subsampling level" in str(error):
-            return _decode_odd_sampling(data, header, channels, options, deadline)
+            return picture_raster(_decode_odd_sampling(data, options, deadline))
         raise _refusal(str(error)) from error
-    return from_cmyk(pixels, channels) if header.components == 4 else pixels
+    return _inks_raster(pixels) if mode == "CMYK" else array_raster(pixels, mode)
+
+
+def _inks_raster(inks_HW4: NDArray[np.uint8]) -> Raster:
+    from PIL import Image
+
+    height, width = inks_HW4.shape[:2]
+    return Raster(height, width, lambda top, bottom: Image.fromarray(from_inks(inks_HW4[top:bottom]), "RGB"))
 
 
 def _refusal(message: str) -> DecodeError:
@@ -136,20 +151,19 @@ def _refusal(message: str) -> DecodeError:
     return DecodeError("unsupported" if "nsupported" in message else "corrupt", message)
 
 
-def _decode_odd_sampling(
-    data: memoryview, header: JpegHeader, channels: int, options: DecodeOptions, deadline: Deadline
-) -> NDArray[np.uint8]:
+def _decode_odd_sampling(data: memoryview, options: DecodeOptions, deadline: Deadline) -> "Image.Image":
     """Chroma samplings that the fast path has no name for go through Pillow, which says nothing of damage: so that is looked for here."""
-    from PIL import Image, JpegImagePlugin
+    from PIL import JpegImagePlugin
 
-    end = bytes(data).rfind(_END)
-    if end < 0 and options.strict:
-        raise DecodeError("truncated", "the JPEG has no end marker")
-    whole = bytes(data) if end >= 0 else bytes(data) + _END
+    whole = searchable(data)
+    if whole.rfind(_END) < 0:
+        if options.strict:
+            raise DecodeError("truncated", "the JPEG has no end marker")
+        whole = bytes(data) + _END
     check_scans(memoryview(whole), deadline)
     try:
-        picture: Image.Image = JpegImagePlugin.JpegImageFile(io.BytesIO(whole))
-        pixels = np.asarray(picture.convert({1: "L", 3: "RGB", 4: "RGBA"}[channels]))
+        picture = JpegImagePlugin.JpegImageFile(io.BytesIO(whole))
+        picture.load()
     except (OSError, SyntaxError, ValueError, EOFError, IndexError) as error:
         raise DecodeError("truncated" if "truncated" in str(error) else "corrupt", f"JPEG: {error}") from error
-    return pixels.reshape(header.height, header.width, channels)
+    return picture

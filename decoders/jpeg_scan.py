@@ -2,9 +2,11 @@
 warning on. A microsecond or two a code, for the rare files that the fast path has no name for."""
 
 from dataclasses import dataclass, field
+from mmap import mmap
 
 from treadle.decoders.errors import DecodeError
 from treadle.decoders.limits import Deadline
+from treadle.decoders.sniff import searchable
 
 _SEQUENTIAL = {0xC0, 0xC1}
 _CHECK_EVERY = 1024
@@ -32,7 +34,7 @@ def check_scans(data: memoryview, deadline: Deadline) -> None:
     Raises:
         DecodeError: it does not, or the JPEG is not sequential.
     """
-    raw, at, state = bytes(data), 2, _State()
+    raw, at, state = searchable(data), 2, _State()
     while at + 4 <= len(raw):
         marker = raw[at + 1]
         if raw[at] != 0xFF:
@@ -82,7 +84,7 @@ def _read_tables(body: bytes, state: _State) -> None:
         at += 17 + sum(counts)
 
 
-def _check_scan(raw: bytes, start: int, body: bytes, state: _State, deadline: Deadline) -> int:
+def _check_scan(raw: bytes | mmap, start: int, body: bytes, state: _State, deadline: Deadline) -> int:
     """Checks one scan; answers where the marker behind it stands."""
     most = [max(factors[side] for factors in state.sampling.values()) for side in (0, 1)]
     parts: list[tuple[int, _Table, _Table]] = []
@@ -110,7 +112,7 @@ def _check_scan(raw: bytes, start: int, body: bytes, state: _State, deadline: De
     return at
 
 
-def _segment_end(raw: bytes, at: int) -> int:
+def _segment_end(raw: bytes | mmap, at: int) -> int:
     while True:
         at = raw.find(b"\xff", at)
         if at < 0 or at + 1 >= len(raw):

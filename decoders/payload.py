@@ -22,6 +22,10 @@ class Payload:
     truncated: bool = False
     """Whether content was cut at the row's width; scaling a picture is no cut."""
 
+    def __reduce__(self) -> "tuple[type[Payload], tuple[Array, Extent, Extent, bool]]":
+        # Frozen classes with slots are pickled field by field in Python, which would double what an answer of small items costs.
+        return Payload, (self.array, self.grid, self.extent, self.truncated)
+
     @property
     def tokens(self) -> int:
         """Tokens of the item: the grid's product."""

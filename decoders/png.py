@@ -1,13 +1,17 @@
 """PNG: the chunks are walked and checked here; what the library sees holds only what makes the picture."""
 
-import io
+import functools
+import itertools
 import zlib
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from treadle.decoders.bands import Raster, picture_raster
 from treadle.decoders.errors import DecodeError
 from treadle.decoders.exif import exif_orientation
 from treadle.decoders.limits import DecodeOptions
@@ -22,6 +26,7 @@ _DEPTHS = {_GREY: (1, 2, 4, 8, 16), _RGB: (8, 16), _PALETTE: (1, 2, 4, 8), _GREY
 _KNOWN = {b"IHDR", b"PLTE", b"IDAT", b"IEND"}
 _ADAM7 = ((0, 0, 8, 8), (0, 4, 8, 8), (4, 0, 8, 4), (0, 2, 4, 4), (2, 0, 4, 2), (0, 1, 2, 2), (1, 0, 2, 1))
 _BLOCK_BYTES = 1 << 20
+_FEED_BYTES = 1 << 16
 _NOTHING = memoryview(b"")
 
 
@@ -37,8 +42,8 @@ class PngParts:
     orientation: int = 1
     palette: memoryview = _NOTHING
     transparency: bytes = b""
-    stored: list[memoryview] = field(default_factory=list[memoryview])
-    """IHDR and IDAT chunks as stored, their checksums verified."""
+    header: memoryview = _NOTHING
+    """The IHDR chunk as stored."""
     packed: list[memoryview] = field(default_factory=list[memoryview])
     """Bodies of the IDAT chunks."""
 
@@ -79,9 +84,8 @@ def read_png(data: memoryview, options: DecodeOptions, *, header_only: bool = Fa
             if kind != b"IHDR":
                 raise DecodeError("corrupt", f"the PNG begins with {kind!r}, not IHDR")
             parts = _read_ihdr(body)
-            parts.stored.append(data[at:end])
+            parts.header = data[at:end]
         elif kind == b"IDAT":
-            parts.stored.append(data[at:end])
             parts.packed.append(body)
             if header_only and parts.orientation != 1:
                 return parts
@@ -107,25 +111,20 @@ def read_png(data: memoryview, options: DecodeOptions, *, header_only: bool = Fa
     return parts
 
 
-def decode_png(parts: PngParts) -> "Image.Image":
-    """The default image in mode L, RGB, LA or RGBA.
+def decode_png(parts: PngParts) -> Raster:
+    """The default image in bands of mode 1, L, RGB, LA or RGBA.
 
     Raises:
         DecodeError: the pixels are damaged or some are missing.
     """
-    from PIL import Image
-
+    convert: Callable[[Image.Image, int], Image.Image] | None = None
     if parts.colour == _PALETTE:
-        indices = np.asarray(_load(parts))
-        return Image.fromarray(np.take(_palette(parts), indices, axis=0).view(np.uint8).reshape(*indices.shape, 4), "RGBA")
-    picture = _load(parts)
-    if picture.mode == "1":
-        picture = picture.convert("L")
-    if parts.transparency and parts.colour in (_GREY, _RGB):
-        return _with_key(parts, picture)
-    if picture.mode.startswith("I;16"):
-        return Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8), "L")
-    return picture
+        convert = functools.partial(_coloured, _palette(parts))
+    elif parts.transparency and parts.colour in (_GREY, _RGB):
+        convert = _keyed(parts)
+    elif parts.depth == 16 and parts.colour == _GREY:
+        convert = _upper_bytes
+    return picture_raster(_load(parts), convert)
 
 
 def _read_ihdr(body: memoryview) -> PngParts:
@@ -142,13 +141,66 @@ def _chunk(kind: bytes, body: bytes) -> bytes:
     return len(body).to_bytes(4, "big") + kind + body + zlib.crc32(kind + body).to_bytes(4, "big")
 
 
+class _Pieces:
+    """Pieces of memory as the file that they make, none of them copied as a whole."""
+
+    def __init__(self, pieces: Sequence[bytes | memoryview]) -> None:
+        self._pieces = pieces
+        self._starts = [0, *itertools.accumulate(map(len, pieces))]
+        self._at = 0
+
+    def read(self, size: int) -> bytes:
+        """At most `size` bytes."""
+        parts: list[bytes | memoryview] = []
+        index = bisect_right(self._starts, self._at) - 1
+        while size > 0 and index < len(self._pieces):
+            inside = self._at - self._starts[index]
+            parts.append(self._pieces[index][inside : inside + size])
+            self._at += len(parts[-1])
+            size -= len(parts[-1])
+            index += 1
+        return b"".join(parts)
+
+    def seek(self, offset: int) -> None:
+        """Moves to a byte."""
+        self._at = offset
+
+    def tell(self) -> int:
+        """The current byte."""
+        return self._at
+
+
+def _file(parts: PngParts) -> _Pieces:
+    """Header and pixels alone, these in chunks that are neither tiny nor huge: the library takes steps in Python over each, and whole in
+    memory the one that its pixels end in. It reads no checksum of theirs, and those of the file have been verified."""
+    pieces: list[bytes | memoryview] = [_SIGNATURE, parts.header]
+    if parts.colour == _PALETTE:
+        pieces.append(_chunk(b"PLTE", bytes(768)))
+    begin, size = len(pieces), 0
+    for body in itertools.chain.from_iterable(_cut(body, _BLOCK_BYTES) for body in parts.packed):
+        if size + len(body) > _BLOCK_BYTES:
+            pieces.insert(begin, size.to_bytes(4, "big") + b"IDAT")
+            pieces.append(bytes(4))
+            begin, size = len(pieces), 0
+        pieces.append(body)
+        size += len(body)
+    pieces.insert(begin, size.to_bytes(4, "big") + b"IDAT")
+    return _Pieces([*pieces, bytes(4), _chunk(b"IEND", b"")])
+
+
+def _cut(body: memoryview, size: int) -> Iterator[memoryview]:
+    return (body[at : at + size] for at in range(0, max(1, len(body)), size))
+
+
 def _load(parts: PngParts, *, low_bytes: bool = False) -> "Image.Image":
     """The library's decode of header and pixels alone; transparency and palette are applied by the caller."""
-    from PIL import PngImagePlugin
+    from PIL import Image, PngImagePlugin
 
-    middle = [_chunk(b"PLTE", bytes(768))] if parts.colour == _PALETTE else []
-    clean = b"".join([_SIGNATURE, parts.stored[0], *middle, *parts.stored[1:], _chunk(b"IEND", b"")])
-    picture = PngImagePlugin.PngImageFile(io.BytesIO(clean))
+    source: Any = _file(parts)
+    picture = PngImagePlugin.PngImageFile(source)
+    # The library says nothing of rows that the stream lacks, and leaves them as they were: those that still are so are looked into.
+    before = 0xA5 if picture.mode not in ("1", "I;16") else 0
+    picture.im = Image.new(picture.mode, picture.size, (before,) * len(picture.getbands()) if before else 0).im
     if low_bytes:
         # Reading big-endian samples as little-endian ones keeps the byte that an 8-bit picture drops.
         picture.tile = [tile._replace(args="RGB;16L") for tile in picture.tile]
@@ -156,9 +208,8 @@ def _load(parts: PngParts, *, low_bytes: bool = False) -> "Image.Image":
         picture.load()
     except (OSError, SyntaxError, ValueError, EOFError) as error:
         raise DecodeError("truncated" if "truncated" in str(error) else "corrupt", f"PNG pixels: {error}") from error
-    # The library answers rows that the stream lacks as zeros and says nothing, so zeros at the end are looked into.
-    last_row = picture.crop((0, parts.height - 1, parts.width, parts.height))
-    if parts.interlaced or not any(last_row.tobytes()):
+    last_row = picture.crop((0, parts.height - 1, parts.width, parts.height)).tobytes()
+    if parts.interlaced or last_row.count(before) == len(last_row):
         _check_length(parts)
     return picture
 
@@ -173,7 +224,7 @@ def _check_length(parts: PngParts) -> None:
             wanted += rows * (1 + -(-columns * bits // 8))
     unpacker = zlib.decompressobj()
     found = 0
-    for body in parts.packed:
+    for body in itertools.chain.from_iterable(_cut(body, _FEED_BYTES) for body in parts.packed):
         left_over: bytes | memoryview = body
         while left_over and not unpacker.eof and found < wanted:
             try:
@@ -198,7 +249,20 @@ def _palette(parts: PngParts) -> NDArray[np.uint32]:
     return colours.view(np.uint32)[:, 0]
 
 
-def _with_key(parts: PngParts, picture: "Image.Image") -> "Image.Image":
+def _coloured(table: NDArray[np.uint32], band: "Image.Image", top: int) -> "Image.Image":
+    from PIL import Image
+
+    indices = np.asarray(band)
+    return Image.fromarray(np.take(table, indices, axis=0).view(np.uint8).reshape(*indices.shape, 4), "RGBA")
+
+
+def _upper_bytes(band: "Image.Image", top: int) -> "Image.Image":
+    from PIL import Image
+
+    return Image.fromarray((np.asarray(band) >> 8).astype(np.uint8), "L")
+
+
+def _keyed(parts: PngParts) -> "Callable[[Image.Image, int], Image.Image]":
     """Applies the one transparent colour of a grey or RGB PNG, compared at its full depth."""
     from PIL import Image
 
@@ -207,14 +271,24 @@ def _with_key(parts: PngParts, picture: "Image.Image") -> "Image.Image":
         raise DecodeError("corrupt", f"a PNG transparency chunk of {len(parts.transparency)} bytes")
     limit = (1 << parts.depth) - 1
     key = np.frombuffer(parts.transparency[: 2 * channels], ">u2").astype(np.int64) & limit
-    samples = np.asarray(picture).reshape(parts.height, parts.width, channels)
     if parts.depth < 8:
         key = key * (255 // limit)
+    low: NDArray[np.uint8] | None = None
     if parts.depth == 16 and parts.colour == _RGB:
-        low = np.asarray(_load(parts, low_bytes=True))
-        seen = ~((samples == key >> 8) & (low == (key & 255))).all(axis=-1, keepdims=True)
-    else:
-        seen = ~(samples == key).all(axis=-1, keepdims=True)
-    colours = (samples >> 8).astype(np.uint8) if samples.dtype != np.uint8 else samples
-    pixels = np.concatenate([colours, seen.astype(np.uint8) * np.uint8(255)], axis=-1)
-    return Image.fromarray(pixels, "LA" if channels == 1 else "RGBA")
+        # One bit a pixel is what stays of the picture's lower bytes while its upper ones are read.
+        lower, low = _load(parts, low_bytes=True), np.empty((parts.height, -(-parts.width // 8)), np.uint8)
+        for row in range(parts.height):
+            alike = np.asarray(lower.crop((0, row, parts.width, row + 1))) == key & 255
+            low[row] = np.packbits(alike.all(axis=-1))
+        key = key >> 8
+
+    def convert(band: "Image.Image", top: int) -> "Image.Image":
+        samples = np.asarray(band.convert("L") if band.mode == "1" else band).reshape(band.height, band.width, channels)
+        hidden = (samples == key).all(axis=-1, keepdims=True)
+        if low is not None:
+            bits = np.unpackbits(low[top : top + band.height], axis=1, count=parts.width)
+            hidden &= bits.view(bool)[..., None]
+        colours = (samples >> 8).astype(np.uint8) if samples.dtype != np.uint8 else samples
+        return Image.fromarray(np.concatenate([colours, ~hidden * np.uint8(255)], axis=-1), "LA" if channels == 1 else "RGBA")
+
+    return convert

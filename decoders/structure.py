@@ -1,5 +1,7 @@
 """Whether a container is whole, read from its own sizes: codec libraries answer what they find of a cut file and say nothing."""
 
+import re
+
 import numpy as np
 
 from treadle.decoders.boxes import mp4_lack
@@ -11,6 +13,7 @@ _TS_PACKET_BYTES = 188
 _TS_NULL = 0x1FFF
 _SEGMENT, _CLUSTER, _GROUP, _TRACKS, _TRACK, _TRACK_NUMBER = 0x18538067, 0x1F43B675, 0xA0, 0x1654AE6B, 0xAE, 0xD7
 _BLOCKS = (0xA3, 0xA1)
+_LACING, _LACES = 0x9C, 0x06
 _INSIDE = {
     _SEGMENT: {0x114D9B74, 0x1549A966, _TRACKS, _CLUSTER, 0x1C53BB6B, 0x1941A469, 0x1043A770, 0x1254C367, 0xEC, 0xBF},
     _CLUSTER: {0xE7, 0x5854, 0xA7, 0xAB, 0xA3, 0xA0, 0xAF, 0xEC, 0xBF},
@@ -18,6 +21,8 @@ _INSIDE = {
 }
 """What RFC 9559 lets stand in a segment, a cluster and a group of blocks: readers pass over others, and so over a damaged block."""
 _CHECK_EVERY = 4096
+_MEDIA_CHUNK = re.compile(rb"[0-9A-Fa-f]{2}[a-z]{2}|ix[0-9A-Fa-f]{2}|LIST|JUNK")
+"""What an AVI's media are in: a stream's data or index, a group of such, nothing."""
 
 
 def check_whole(kind: Format, data: memoryview, options: DecodeOptions, deadline: Deadline) -> bool:
@@ -48,6 +53,8 @@ def _matroska_lack(data: memoryview, options: DecodeOptions, deadline: Deadline)
     at, size = 0, len(data)
     open_: list[tuple[int, int, bool]] = [(0, size, True)]
     tracks: set[int] = set()
+    unlaced: set[int] = set()
+    number = 0
     for count in range(options.max_chunks):
         if count % _CHECK_EVERY == 0:
             deadline.check()
@@ -84,9 +91,17 @@ def _matroska_lack(data: memoryview, options: DecodeOptions, deadline: Deadline)
             at = body
             continue
         if (identity, parent) == (_TRACK_NUMBER, _TRACK):
-            tracks.add(int.from_bytes(data[body:after], "big"))
-        elif identity in _BLOCKS and parent in (_CLUSTER, _GROUP) and _vint(data, body, keep_marker=False)[0] not in tracks:
-            raise DecodeError("corrupt", f"the Matroska block at byte {at} is of no track")
+            number = int.from_bytes(data[body:after], "big")
+            tracks.add(number)
+        elif (identity, parent) == (_LACING, _TRACK) and after > body:
+            unlaced |= set() if data[after - 1] else {number}
+        elif identity in _BLOCKS and parent in (_CLUSTER, _GROUP):
+            of, of_bytes = _vint(data, body, keep_marker=False)
+            if of not in tracks:
+                raise DecodeError("corrupt", f"the Matroska block at byte {at} is of no track")
+            flags = body + of_bytes + 2
+            if of in unlaced and flags < after and data[flags] & _LACES:
+                raise DecodeError("corrupt", f"the Matroska block at byte {at} is laced where its track has no laces")
         at = after
     raise DecodeError("too_large", f"more than max_chunks {options.max_chunks} elements")
 
@@ -127,7 +142,28 @@ def _riff_lack(data: memoryview, options: DecodeOptions) -> str:
         if bytes(data[at : at + 4]) != b"RIFF" or at + 12 > len(data):
             break
         length = int.from_bytes(data[at + 4 : at + 8], "little")
+        if at + 8 + length > len(data):
+            return f"the RIFF form needs {at + 8 + length - len(data)} bytes more than the file has"
+        _check_riff(data, at + 12, at + 8 + length, options)
         at += 8 + length + (length & 1)
-        if at > len(data) + 1:
-            return f"the RIFF form needs {at - len(data)} bytes more than the file has"
     return ""
+
+
+def _check_riff(data: memoryview, at: int, end: int, options: DecodeOptions) -> None:
+    """Checks that an AVI's chunks, and those of its media, follow one another up to the end: readers search on for a next one."""
+    ends = [end]
+    for _ in range(options.max_chunks):
+        while at >= ends[-1] - 1 and len(ends) > 1:
+            ends.pop()
+        if at + 8 > ends[-1]:
+            return
+        kind, length = bytes(data[at : at + 4]), int.from_bytes(data[at + 4 : at + 8], "little")
+        after = at + 8 + length
+        if after > ends[-1] or (len(ends) > 1 and not _MEDIA_CHUNK.fullmatch(kind)):
+            raise DecodeError("corrupt", f"an AVI chunk {kind!r} of {length} bytes at byte {at}")
+        if kind == b"LIST" and bytes(data[at + 8 : at + 12]) in (b"movi", b"rec "):
+            ends.append(after)
+            at += 12
+        else:
+            at = after + (length & 1)
+    raise DecodeError("too_large", f"more than max_chunks {options.max_chunks} chunks")

@@ -26,6 +26,10 @@ _HELD_BYTES = 64 << 20
 _LEAST_FRAMES = 16
 _POSE_ROLLS = (b"\x76\x75\x84", b"\x76\x75\x88")
 """A Matroska track's ProjectionPoseRoll, of four or eight bytes."""
+_ONE_EACH = {"hevc", "libdav1d", "av1", "libaom-av1"}
+"""Decoders that hold frames back, of codecs whose packets in MP4 and Matroska show one each."""
+_RASL, _IRAP = range(8, 10), range(16, 24)
+"""HEVC's pictures that precede a random access point but are predicted from behind it, and those points."""
 _OGG_HEAD_BYTES = 4096
 """In these an Ogg file's streams begin: a page for the header of each."""
 _Frame = Any
@@ -78,16 +82,24 @@ class _Clip:
             # Strictly by the standard, H.264 that does not say how far it reorders frames is given room for all it may.
             context.options = {"max_pixels": str(options.max_pixels), **({"strict": "1"} if context.name == "h264" else {})}
             vp8 = Vp8Decoder(context, options, turned=self._may_turn()) if context.name == "vp8" else None
-            decoder, packets = vp8 or context, 0
+            decoder, packets, unseen, points = vp8 or context, 0, 0, 0
             try:
                 for packet in container.demux(stream):
                     self._deadline.check()
                     packets += packet.size > 0
+                    picture = _hevc_picture(packet) if context.name == "hevc" and packet.size else -1
+                    points += picture in _IRAP
+                    # Where decoding begins at such a point, they cannot be shown.
+                    unseen += packet.is_discard or (points < 2 and picture in _RASL)
                     cut = packet.is_corrupt
                     if cut and self.whole:
                         raise DecodeError("truncated", f"the packet after frame {count} is cut")
                     # Decoding nothing asks for the frames that wait for their turn.
-                    for frame in decoder.decode(None if cut else packet):
+                    frames = decoder.decode(None if cut else packet)
+                    if not frames and packet.size and context.name == "vp9" and not (cut or packet.is_discard):
+                        # Frames that are not shown share a packet with one that is.
+                        raise DecodeError("corrupt", f"the packet after frame {count} shows none")
+                    for frame in frames:
                         if frame.is_corrupt:
                             raise DecodeError("corrupt", f"frame {count} is damaged")
                         count += 1
@@ -100,6 +112,8 @@ class _Clip:
                         break
                 else:
                     check_packets(self.kind, stream, packets)
+                    if self.kind in ("mp4", "matroska") and context.name in _ONE_EACH and count + unseen < packets:
+                        raise DecodeError("corrupt", f"{packets} packets show {count} frames")
             except codecs().error.ArgumentError as error:
                 # The codec's answer to a frame above `max_pixels`, whatever the container said.
                 raise DecodeError("too_large", f"a frame above max_pixels {options.max_pixels}: {error}") from error
@@ -109,6 +123,17 @@ class _Clip:
                     raise
         if count == 0:
             raise DecodeError("empty", "the video stream has no frame")
+
+
+def _hevc_picture(packet: Any) -> int:
+    """The kind of the picture in a packet whose units stand behind their lengths; -1 where it is none."""
+    data, at = memoryview(packet), 0
+    while at + 6 <= len(data):
+        kind = data[at + 4] >> 1 & 63
+        if kind < 32:
+            return kind
+        at += 4 + int.from_bytes(data[at : at + 4], "big")
+    return -1
 
 
 def decode_video(data: memoryview, shape: VideoShape, capacity: int, options: DecodeOptions, deadline: Deadline) -> Payload:

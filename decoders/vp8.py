@@ -68,9 +68,9 @@ def _library() -> ctypes.CDLL:
     home = Path(codecs().__file__).parent
     folders = ((home.parent, "av.libs/libvpx*"), (home, ".dylibs/libvpx*"), (Path(sys.prefix), "lib/libvpx*"))
     paths = [str(path) for folder, pattern in folders for path in sorted(folder.glob(pattern))]
-    for path in [*paths, ctypes.util.find_library("vpx")]:
-        if path is None:
-            continue
+    for path in [*paths, ""]:
+        # The system's is asked for last: to find it starts processes.
+        path = path or ctypes.util.find_library("vpx") or "libvpx"
         try:
             library = ctypes.CDLL(path)
             library.vpx_codec_vp8_dx.restype = ctypes.c_void_p
