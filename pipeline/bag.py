@@ -157,23 +157,23 @@ class TextBag(DecodedBag):
 
 
 class TextRun:
-    """Texts of one form, each a sample of its own, in columns: an object for each would cost more than all that is done with it."""
+    """Texts, each a sample of its own, in columns: an object for each would cost more than all that is done with it."""
 
-    __slots__ = ("bare", "form", "lengths", "seeds", "texts", "token")
+    __slots__ = ("bare", "forms", "lengths", "seeds", "texts", "token")
 
-    def __init__(self, form: TextForm, texts: Sequence[bytes], seeds: Sequence[int], token: Callable[[int], object]) -> None:
-        """Takes what the texts' ids are mixed from, and what answers the caller's token of each, by its place."""
-        self.form = form
+    def __init__(self, forms: Sequence[TextForm], texts: Sequence[bytes], seeds: Sequence[int], token: Callable[[int], object]) -> None:
+        """Takes each text's form, what its id is mixed from, and what answers the caller's token of each, by its place."""
+        self.forms = forms
         self.texts = texts
         self.lengths = [len(text) + 1 for text in texts]
         self.seeds = seeds
         self.token = token
-        self.bare: TextRun = TextRun(form, (), (), token) if texts else self
+        self.bare: TextRun = TextRun((), (), (), token) if texts else self
         """The same without the texts, for those who still know one by its token."""
 
     def bag(self, place: int) -> TextBag:
         """One of them as a bag."""
-        return TextBag(self.form, (self.texts[place],), (self.lengths[place],), self.seeds[place])
+        return TextBag(self.forms[place], (self.texts[place],), (self.lengths[place],), self.seeds[place])
 
 
 class LateBag:

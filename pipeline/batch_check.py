@@ -38,6 +38,9 @@ def check_batch(batch: PackedBatch) -> None:
     row, start = batch.row[:used], batch.start[:used].astype(np.int64)
     _require((row >= 0) & (row < shape.max_rows_per_device), "a row is out of range")
     _require((start >= 0) & (start + length <= shape.max_columns_per_row), "a segment passes its row")
+    order = np.lexsort((start, row))
+    follows, ends = np.diff(row[order], prepend=-1) == 0, np.concatenate(([0], (start + length)[order]))[:used]
+    _require(start[order] == np.where(follows, ends, 0), "segments overlap, or leave gaps between them")
     _check_labels(batch, used)
     _check_offsets("tape_offsets", batch.tape_offsets, len(batch.tape))
     nbytes = payload_bytes(kinds, extent, shape)

@@ -137,8 +137,6 @@ def batch_from_bytes(data: bytes | memoryview, recycler: Recycler | None = None)
         batch.tape[len(arrays["tape"]) : stale] = 0
     check_batch(batch)
     write_positions(batch, used)
-    if int((batch.position_segment >= 0).sum()) != batch.positions:
-        raise PackedError("corrupt", "segments overlap")
     if state_bytes is not None:
         from treadle.pipeline.state import StreamState
 

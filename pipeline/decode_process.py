@@ -9,6 +9,7 @@ The header says which item is being worked on: should the process end there, cra
 that item alone.
 """
 
+import gc
 import io
 import mmap
 import os
@@ -232,6 +233,8 @@ def main(socket: int, memory: int) -> None:
             if hasattr(work, "watched"):
                 watch = Watch(header)
                 work = work.watched(watch)
+        # What is imported stays, and the collector need not look at it again.
+        gc.freeze()
         while True:
             tasks, lost = receive_whole(connection)
             if watch is not None:

@@ -80,9 +80,7 @@ class Direct:
         self.drop()
         rounds = self._rounds = self._order.rounds()
         if rounds is not None:
-            urls = self._urls[rounds.source]
-            keys = {shard: shard_key(urls[shard]) for shard in {ref[0] for ref in rounds.refs}}
-            seeds = [keys[shard] + (index + 1) * SAMPLE_STEP & MASK for shard, index, _, _ in rounds.refs]
+            seeds = self._seeds(rounds)
             # Whoever remembers the rounds for a token remembers no content.
             drawn, rounds.samples = rounds.samples, ()
             run = self._text_path.run(drawn, seeds, rounds.token)
@@ -96,3 +94,9 @@ class Direct:
         self.ended = rounds is None
         self._losses.faults(self._order.take_faults())
         return not self.ended
+
+    def _seeds(self, rounds: Rounds) -> list[int]:
+        """What the ids of the samples are mixed from."""
+        shards = list(zip(rounds.sources(), [ref[0] for ref in rounds.refs], strict=True))
+        keys = {(source, shard): shard_key(self._urls[source][shard]) for source, shard in set(shards)}
+        return [keys[each] + (ref[1] + 1) * SAMPLE_STEP & MASK for each, ref in zip(shards, rounds.refs, strict=True)]

@@ -50,7 +50,7 @@ class TextColumns:
         return cls(
             [rows[0] for _, rows in chosen],
             [run.texts[place] for run, place in places],
-            [run.form for run, _ in places],
+            [run.forms[place] for run, place in places],
             [1] * len(places),
             [run.seeds[place] for run, place in places],
         )
@@ -249,15 +249,20 @@ def _write_places(batch: PackedBatch, rows: NDArray[np.int32]) -> None:
 def write_positions(batch: PackedBatch, used: int) -> None:
     """Writes all of `position_segment` from the places of the first `used` segments."""
     positions = batch.position_segment.reshape(-1)
-    positions.fill(-1)
     columns = batch.shape.max_columns_per_row
     rows, starts, lengths = batch.row[:used], batch.start[:used], batch.length[:used]
-    if used * _LONG_POSITIONS <= len(positions):
-        for segment, (row, start, length) in enumerate(zip(rows.tolist(), starts.tolist(), lengths.tolist(), strict=True)):
-            first = row * columns + start
-            positions[first : first + length] = segment
-        return
     firsts = rows.astype(np.int64) * columns + starts
+    if used * _LONG_POSITIONS <= len(positions):
+        # Segments lie back to back from each row's begin: what is empty is its end alone.
+        ends = np.arange(0, len(positions), columns)
+        np.maximum.at(ends, rows, firsts + lengths)
+        for end, stop in zip(ends.tolist(), range(columns, len(positions) + 1, columns), strict=True):
+            if end < stop:
+                positions[end:stop] = -1
+        for segment, (first, end) in enumerate(zip(firsts.tolist(), (firsts + lengths).tolist(), strict=True)):
+            positions[first:end] = segment
+        return
+    positions.fill(-1)
     order = np.argsort(firsts)
     counts = lengths[order]
     before = np.cumsum(counts) - counts

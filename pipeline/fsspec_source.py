@@ -57,7 +57,8 @@ class FsspecSource:
         except OSError as error:
             # Some, such as ftp, connect here.
             raise StorageError("unreadable", 0, f"nobody answers: {public_text(str(error))}") from None
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
+            # Some need more than a URL to be made.
             raise ValueError(f"{public_url(url)!r}: {public_text(str(error))}") from None
         # Where a range is read through a file object, that would read megabytes ahead.
         through_file = not self._fs.async_impl and type(self._fs).cat_file is AbstractFileSystem.cat_file

@@ -202,9 +202,15 @@ class HttpSource:
         held = _number(response.getheader("Content-Length"))
         start = 0
         if status == 206:
-            start = _first(response.getheader("Content-Range"))
+            start, last = _span(response.getheader("Content-Range"))
             if start != position:
                 raise Fault(f"bytes from {position} were asked for, bytes from {start} came")
+            if last is not None:
+                span = last - start + 1
+                if span < 1 or held not in (None, span) or (total is not None and last >= total):
+                    length = "unknown length" if held is None else f"{held} bytes"
+                    raise Fault(f"an answer of {length} that says it holds bytes {start} to {last} of {total}")
+                held = span
         else:
             total = None if self._encoded else held
         self._unzip = _Unzip() if self._encoded else None
@@ -362,7 +368,8 @@ def _total(content_range: str | None) -> int | None:
     return _number((content_range or "").rpartition("/")[2])
 
 
-def _first(content_range: str | None) -> int:
-    """The first byte of a Content-Range, -1 where it does not say."""
-    first = _number((content_range or "").strip().removeprefix("bytes").strip(" =:").partition("-")[0])
-    return -1 if first is None else first
+def _span(content_range: str | None) -> tuple[int, int | None]:
+    """The first and the last byte of a Content-Range, -1 and None where it does not say."""
+    first, _, last = (content_range or "").strip().removeprefix("bytes").strip(" =:").partition("/")[0].partition("-")
+    found = _number(first)
+    return -1 if found is None else found, _number(last)

@@ -16,10 +16,12 @@ occurs once in each of its epochs. A refill happens at the draw only, so that on
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from typing import NamedTuple
 
-from treadle.pipeline.draws import BLEND, DrawSequence
+import numpy as np
+
+from treadle.pipeline.draws import BLEND, BLOCK_DRAWS, DrawSequence
 from treadle.pipeline.order_plan import OrderPlan, SourcePlan
 from treadle.pipeline.sub_lane import (
     Catalogue,
@@ -33,6 +35,7 @@ from treadle.pipeline.sub_lane import (
     Ref,
     SubLane,
     UnitBrokenError,
+    moved,
     position_after,
     whole,
 )
@@ -84,7 +87,7 @@ Standing = tuple[list[int], list[Cursor], list[list[Ref]]]
 
 @dataclass(slots=True)
 class Rounds:
-    """Samples drawn in one go, of one source and epoch, in the rank's order: the next ones of each of some lanes, which take turns.
+    """Samples drawn in one go, in the rank's order: the next ones of each of some lanes, which take turns.
 
     lane 0   a0 a1 a2 ...
     lane 1   b0 b1 b2 ...   -->  a0 b0 c0 | a1 b1 c1 | a2 ...
@@ -96,19 +99,40 @@ class Rounds:
     taken: int
     """The second entry of the first round's; each round adds one."""
     lanes: Sequence[int]
-    epoch: int
-    source: int
+    choices: Sequence[Sequence[int]] | None
+    """In a blend, the source of each draw, by lane; None: there is but one."""
+    epochs: Sequence[Sequence[int]]
+    """In a blend, the epoch of each source, by lane."""
+    steady: bool
+    """Whether the draws changed nothing but the hold-backs."""
     samples: Sequence[Drawable]
     refs: Sequence[Ref]
+
+    @property
+    def turns(self) -> int:
+        """Samples of each lane."""
+        return len(self.refs) // len(self.lanes)
 
     def key(self, place: int) -> tuple[int, int, int]:
         """The place of a sample in the order of all ranks; see `Drawn.key`."""
         turn, lane = divmod(place, len(self.lanes))
         return self.first, self.taken + turn, self.lanes[lane]
 
+    def origin(self, place: int) -> tuple[int, int]:
+        """The epoch and the source of a sample."""
+        if self.choices is None:
+            return self.first, 0
+        turn, lane = divmod(place, len(self.lanes))
+        source = self.choices[lane][turn]
+        return self.epochs[lane][source], source
+
+    def sources(self) -> Sequence[int]:
+        """The source of each sample."""
+        return [0] * len(self.refs) if self.choices is None else list(chain.from_iterable(zip(*self.choices, strict=True)))
+
     def token(self, place: int) -> tuple[int, ...]:
         """A sample by reference, with its key: (*key, epoch, source, *reference)."""
-        return (*self.key(place), self.epoch, self.source, *self.refs[place])
+        return (*self.key(place), *self.origin(place), *self.refs[place])
 
     def undone(self, left: int) -> list[int]:
         """How many of the last `left` samples are each lane's."""
@@ -119,34 +143,83 @@ class Rounds:
 class _Lane:
     """The sub-lanes of one lane, blended."""
 
-    __slots__ = ("_blend_at", "_repeats", "_weights", "draws", "lane", "number", "sub_lanes")
+    __slots__ = ("_blend", "_chosen", "_chosen_of", "_repeats", "_weights", "choices", "draws", "lane", "number", "sub_lanes")
 
     def __init__(self, plan: OrderPlan, lane: int, number: int, sub_lanes: list[SubLane]) -> None:
         self.lane = lane
         self.number = number
         self.sub_lanes = sub_lanes
         self.draws = 0
+        self.choices: Sequence[int] = ()
+        """The sources of the last `draw_steadily`."""
         self._weights = [source.weight for source in plan.sources]
         self._repeats = [source.repeat for source in plan.sources]
-        self._blend_at = DrawSequence(plan.seed, BLEND, lane).at
+        self._blend = DrawSequence(plan.seed, BLEND, lane)
+        self._chosen: list[int] = []
+        self._chosen_of: tuple[int, list[bool]] = -1, []
 
     def choose(self, moves: list[Move]) -> int | None:
         """The source of the lane's next sample, by keyed choice among the living; None at the lane's end."""
         living = [bool(sub_lane.pool) or sub_lane.roll(moves) for sub_lane in self.sub_lanes]
+        return None if self._ends(living) else self._choices(living)[self.draws % BLOCK_DRAWS]
+
+    def _ends(self, living: list[bool]) -> bool:
         finite = [alive for alive, repeat in zip(living, self._repeats, strict=True) if not repeat]
-        if not any(living) or (finite and not any(finite)):
-            return None
-        weights = [weight if alive else 0.0 for weight, alive in zip(self._weights, living, strict=True)]
-        point = self._blend_at(self.draws) / 2**32 * sum(weights)
-        chosen = 0
-        for source, weight in enumerate(weights):
-            if weight > 0.0:
-                # Rounding may leave the point at the very end: the last living source takes it.
-                chosen = source
-                if point < weight:
-                    break
-                point -= weight
-        return chosen
+        return not any(living) or (bool(finite) and not any(finite))
+
+    def _choices(self, living: list[bool]) -> list[int]:
+        """The sources of all draws of the block that the next one is in, as long as those are the living ones."""
+        block = self.draws // BLOCK_DRAWS
+        if self._chosen_of != (block, living):
+            weights = [weight if alive else 0.0 for weight, alive in zip(self._weights, living, strict=True)]
+            points = np.array(self._blend.block(block)) / 2**32 * sum(weights)
+            chosen = np.full(BLOCK_DRAWS, -1)
+            for source, weight in enumerate(weights):
+                if weight > 0.0:
+                    chosen[(chosen < 0) & (points < weight)] = source
+                    points -= weight
+            # Rounding may leave a point at the very end: the last living source takes it.
+            chosen[chosen < 0] = max(source for source, alive in enumerate(living) if alive)
+            self._chosen, self._chosen_of = chosen.tolist(), (block, living)
+        return self._chosen
+
+    def able(self, most: int, most_bytes: int) -> int:
+        """How many draws, up to `most`, change nothing but the hold-backs; see `SubLane.able`."""
+        if len(self.sub_lanes) == 1:
+            return max(0, self.sub_lanes[0].able(most, most_bytes))
+        living = [not sub_lane.over for sub_lane in self.sub_lanes]
+        if self._ends(living):
+            return 0
+        at = self.draws % BLOCK_DRAWS
+        choices = self._choices(living)[at : at + most]
+        for source, sub_lane in enumerate(self.sub_lanes):
+            if living[source] and (not sub_lane.pool or source in choices):
+                able = sub_lane.able(len(choices), most_bytes // len(living))
+                if able < 0:
+                    return 0
+                own = [place for place, chosen in enumerate(choices) if chosen == source]
+                if len(own) > able:
+                    del choices[own[able] :]
+        self.choices = choices
+        return len(choices)
+
+    def draw_steadily(self, count: int) -> Sequence[tuple[Drawable, Ref]]:
+        """`count` draws, which `able` has answered last."""
+        self.draws += count
+        if len(self.sub_lanes) == 1:
+            return self.sub_lanes[0].draw_steadily(count)
+        self.choices = choices = self.choices[:count]
+        drawn = [
+            iter(sub_lane.draw_steadily(choices.count(source), choices[-1] == source)) for source, sub_lane in enumerate(self.sub_lanes)
+        ]
+        return [next(drawn[source]) for source in choices]
+
+    def happened(self, turns: int) -> list[int]:
+        """How long each trail was after the first `turns` draws of the last `draw_steadily`."""
+        if len(self.sub_lanes) == 1:
+            return [self.sub_lanes[0].happened(turns, turns, turns)]
+        chosen, before = self.choices[:turns], self.choices[: max(0, turns - 1)]
+        return [sub_lane.happened(chosen.count(source), before.count(source), turns) for source, sub_lane in enumerate(self.sub_lanes)]
 
 
 class Order:
@@ -178,7 +251,7 @@ class Order:
         self._sub_lanes = [sub_lane for lane in self._lanes for sub_lane in lane.sub_lanes]
         self._recording = True
         self._last: Rounds | None = None
-        self._singly = 0
+        self._singly, self._patience = 0, 1
         self._begin_trails()
         self._enqueue()
 
@@ -188,7 +261,7 @@ class Order:
         else:
             self._heap = [(lane.sub_lanes[0].epoch, lane.sub_lanes[0].taken, lane.lane) for lane in self._lanes]
         heapq.heapify(self._heap)
-        self._last, self._singly = None, len(self._lanes)
+        self._last = None
 
     def restore(self, lane_draws: Sequence[int], cursors: Sequence[Cursor], pools: Sequence[Sequence[Ref]]) -> None:
         """Goes on from where other samples were left: per own lane its draws, per own sub-lane its cursor and hold-back."""
@@ -208,9 +281,12 @@ class Order:
         if not left and (self._recording or self._trails_are_long()):
             self._begin_trails()
         happened = list(map(len, self._trails))
-        if left and self._last is not None and len(self._last.refs) > 1:
-            for lane, undone in zip(self._last.lanes, self._last.undone(left), strict=True):
-                happened[self._by_lane[lane].number] -= 2 * undone
+        if left and self._last is not None and self._last.steady:
+            for number, undone in zip(self._last.lanes, self._last.undone(left), strict=True):
+                if undone:
+                    lane = self._by_lane[number]
+                    first = lane.number * len(lane.sub_lanes)
+                    happened[first : first + len(lane.sub_lanes)] = lane.happened(self._last.turns - undone)
         cursors, held, trails, sources = self._cursors, self._held, self._trails, len(self._trails) // len(self._lanes)
 
         def standing() -> Standing:
@@ -278,61 +354,84 @@ class Order:
 
     def rounds(self) -> Rounds | None:
         """The rank's next samples, for whoever consumes all of them before more is drawn: many where the lanes just take turns, else one."""
-        if not self._singly and not self._blended and (found := self._rounds()) is not None:
-            return found
-        # One lane does something else: a round later all of them may be alike again.
-        self._singly = (self._singly or len(self._lanes)) - 1
+        if not self._singly:
+            if (found := self._rounds()) is not None:
+                self._patience = 1
+                return found
+            # Lanes that long do something else are not looked at for every sample.
+            self._singly = self._patience = min(2 * self._patience, len(self._lanes))
+        self._singly -= 1
         taken = self._next([])
         if taken is None:
             return None
         (first, number, lane), source, sample, ref = taken
-        epoch = self._by_lane[lane].sub_lanes[source].epoch if self._blended else first
-        self._last = Rounds(first, number, (lane,), epoch, source, (sample,), (ref,))
+        epochs = [sub_lane.epoch for sub_lane in self._by_lane[lane].sub_lanes]
+        self._last = Rounds(first, number, (lane,), ((source,),) if self._blended else None, (epochs,), False, (sample,), (ref,))
         return self._last
 
     def _rounds(self) -> Rounds | None:
-        """Whole rounds of the lanes that stand first, where each of them takes a sample and gives one; None where one does not."""
+        """Whole rounds of the lanes that stand first, where each of them takes a sample and gives one; None where the first does not."""
         keys = sorted(self._heap)
         if not keys:
             return None
-        epoch, taken, _ = keys[0]
-        lanes = [lane for first, number, lane in keys if first == epoch and number == taken]
-        later = keys[len(lanes) :]
+        first, taken, _ = keys[0]
+        lanes = [self._by_lane[lane] for epoch, number, lane in keys if epoch == first and number == taken]
         turns = max(1, ROUND_SAMPLES // len(lanes))
-        if later and later[0][0] == epoch:
-            turns = min(turns, later[0][1] - taken)
-        sub_lanes = [self._by_lane[lane].sub_lanes[0] for lane in lanes]
-        for sub_lane in sub_lanes:
-            turns = sub_lane.steady(turns, ROUND_BYTES // len(lanes))
-            if not turns:
-                return None
+        if len(lanes) < len(keys) and keys[len(lanes)][0] == first:
+            turns = min(turns, keys[len(lanes)][1] - taken)
+        most_bytes = ROUND_BYTES // len(lanes)
+        for place, lane in enumerate(lanes):
+            able = lane.able(turns, most_bytes)
+            if not able:
+                if not place:
+                    return None
+                # Those before it have their turn; then it does something else.
+                lanes, turns = lanes[:place], 1
+                break
+            turns = able
         if self._trails_are_long():
             self._begin_trails()
-        drawn: list[list[tuple[Drawable, Ref]]] = []
-        for lane, sub_lane in zip(lanes, sub_lanes, strict=True):
-            drawn.append(sub_lane.draw_steadily(turns))
-            self._by_lane[lane].draws += turns
-        self._heap = sorted([(epoch, taken + turns, lane) for lane in lanes] + later)
+        drawn = [lane.draw_steadily(turns) for lane in lanes]
+        self._heap = sorted([(first, taken + turns, lane.lane) for lane in lanes] + keys[len(lanes) :])
         samples, refs = zip(*chain.from_iterable(zip(*drawn, strict=True)), strict=True)
-        self._last = Rounds(epoch, taken, lanes, epoch, 0, samples, refs)
+        choices: list[Sequence[int]] | None = None
+        epochs: list[list[int]] = []
+        if self._blended:
+            choices, epochs = [lane.choices for lane in lanes], [[sub_lane.epoch for sub_lane in lane.sub_lanes] for lane in lanes]
+        self._last = Rounds(first, taken, [lane.lane for lane in lanes], choices, epochs, True, samples, refs)
         return self._last
 
     def rest(self, samples: Sequence[Located]) -> list[Drawn]:
         """The last of the samples of the last `rounds`, each with what changed to get it; one drawn alone has changed it already."""
         rounds = self._last
         assert rounds is not None
-        moves: list[list[Move]] = [[] for _ in rounds.lanes]
+        moves: list[list[list[Move]]] = [[] for _ in rounds.lanes]
         draws = [self._by_lane[lane].draws for lane in rounds.lanes]
-        if len(rounds.refs) > 1:
+        if rounds.steady:
             undone = rounds.undone(len(samples))
-            moves = [self._by_lane[lane].sub_lanes[0].moves(count) for lane, count in zip(rounds.lanes, undone, strict=True)]
+            moves = [self._moves(self._by_lane[lane], rounds.turns, count) for lane, count in zip(rounds.lanes, undone, strict=True)]
             draws = [count - left for count, left in zip(draws, undone, strict=True)]
         found: list[Drawn] = []
         for place, sample in enumerate(samples, len(rounds.refs) - len(samples)):
-            turn = place % len(rounds.lanes)
-            moved = [moves[turn].pop(0)] if moves[turn] else []
-            draws[turn] += len(moved)
-            found.append(Drawn(rounds.epoch, rounds.key(place), rounds.source, rounds.refs[place][0], sample, draws[turn], moved, ()))
+            at = place % len(rounds.lanes)
+            draws[at] += rounds.steady
+            epoch, source = rounds.origin(place)
+            moved_here = moves[at].pop(0) if rounds.steady else []
+            found.append(Drawn(epoch, rounds.key(place), source, rounds.refs[place][0], sample, draws[at], moved_here, ()))
+        return found
+
+    def _moves(self, lane: _Lane, turns: int, undone: int) -> list[list[Move]]:
+        """What each of the last `undone` of a lane's `turns` steady draws changed."""
+        marks = [lane.happened(turn) for turn in range(turns - undone, turns + 1)]
+        found: list[list[Move]] = [[] for _ in range(undone)]
+        for source, sub_lane in enumerate(lane.sub_lanes):
+            number = sub_lane.number
+            trail = self._trails[number]
+            cursor, _ = position_after(self._cursors[number], self._held[number], trail, marks[0][source])
+            for turn, (before, after) in enumerate(pairwise(marks)):
+                if after[source] > before[source]:
+                    found[turn].append(moved(number, trail[before[source] : after[source]], cursor))
+                    cursor = found[turn][-1][3]
         return found
 
     def _next(self, moves: list[Move]) -> Taken | None:

@@ -156,11 +156,42 @@ class PackedReader:
 
     @property
     def state(self) -> "StreamState | None":
-        """The position just after the last batch handed out; None where there is no index and no batch has come.
+        """The position just after the last batch handed out; None where there is no index and no batch has come."""
+        if self._state is None and self.index is not None:
+            # Before the first batch too it is of the kind that the other ranks' batches carry: states of one kind merge.
+            return (self._stream_state() if self._carries_streams else None) or self._own_state()
+        return self._state
 
-        Before the first batch it is one in the packed shards, which does not merge with streams' states of other ranks.
-        """
-        return self._state if self._state is not None or self.index is None else self._own_state()
+    def _stream_state(self) -> "StreamState | None":
+        """The state of the stream that packed this rank's part where its lanes stand, if the batches carry any."""
+        assert self.index is not None
+        taken = sum(taken for epoch, taken, _ in self._lanes.values() if not epoch)
+        if taken:
+            return self._carried(self.rank, taken - 1)
+        part = next((part for part, ends in enumerate(self.index.ends_of) if ends), None)
+        first = None if part is None else self._carried(part, 0)
+        if first is None:
+            return None
+        from treadle.pipeline.packer import Packer
+        from treadle.pipeline.state import StreamState, start_columns
+
+        sources = len(first.manifest.sources)
+        packer = Packer(self.index.shape, max_edges=self.index.capacities.edges)
+        columns = start_columns(first.lanes, sources, self.rank, self.world_size)
+        return StreamState.of_rank(first.manifest_json, self.rank, self.world_size, columns, (), packer.snapshot())
+
+    def _carried(self, part: int, place: int) -> "StreamState | None":
+        """The state that a batch carries; None where it carries none, or cannot be read: iterating tells that."""
+        assert self.index is not None
+        ends = self.index.ends_of[part]
+        nth = bisect_right(ends, place)
+        number = self.index.shards_of[part][nth]
+        offset, size = self.index.shards[number].place(place - (ends[nth - 1] if nth else 0))
+        try:
+            with open_stream(self.shards[number], offset + BLOCK_BYTES, policy=self._retry, length=size) as stream:
+                return batch_from_bytes(stream.read(size)).state
+        except (PackedError, StorageError):
+            return None
 
     def _manifest(self) -> "Manifest":
         from treadle.pipeline.sources import Manifest, ManifestSource

@@ -27,7 +27,7 @@ from treadle.pipeline.fill import PlacedBag, TextColumns, fill_batch, joined_rel
 from treadle.pipeline.items import StepItems
 from treadle.pipeline.layout import Capacities, LateInteractionCapacities, batch_layout
 from treadle.pipeline.pending import PendingBag, PendingText, Placed, pack_demand
-from treadle.pipeline.placement import Placement, waiting_bags
+from treadle.pipeline.placement import COLUMN_NAMES, Placement, checked, waiting_bags
 from treadle.pipeline.recycle import Recycler
 from treadle.shape import BatchShape, require_count
 
@@ -87,7 +87,8 @@ class Packer:
         """Packs one step's items into one batch; bags that do not fit are dropped, later ones first.
 
         Bags that wait in this packer are left alone. Edges may link any two items of the step; those to a dropped
-        item are dropped.
+        item are dropped. None of the bags left out fits beside the others, an edge between two bags counted with the later one, whether
+        or not the earlier one is dropped: where `max_edges` binds, a bag may be left out for edges that are gone in the end.
 
         Raises:
             ValueError: an item does not suit the shape.
@@ -309,9 +310,9 @@ class Packer:
         if tokens is not None and len(tokens) != len(bags):
             raise ValueError(f"packer state: {len(tokens)} tokens for {len(bags)} bags")
         columns = {name: np.asarray(values) for name, values in state.items()}
-        missing = sorted(set(self.state()) - set(columns))
-        if missing:
-            raise ValueError(f"packer state: {', '.join(missing)} missing")
+        dropped = checked(columns, [*COLUMN_NAMES, "dropped"])["dropped"]
+        if len(dropped) != 2:
+            raise ValueError(f"packer state: dropped holds {len(dropped)} counts: expected items and edges")
         for bag in bags:
             if not isinstance(bag, LateBag) and bag.made_for is not None:
                 self._check_shape(bag.made_for)
@@ -328,7 +329,7 @@ class Packer:
         self._placement = placement
         self._late = len(late)
         self._without_ids = known[0].without_ids if known else False if late else None
-        self._dropped, self._dropped_edges = columns["dropped"].tolist()
+        self._dropped, self._dropped_edges = dropped
 
     def add_late(self, columns: Mapping[str, NDArray[np.int64]], bags: Sequence[LateBag], tokens: Sequence[object]) -> None:
         """Puts bags that waited in other packers at the end of the pool, in this order; their content comes once they are placed.

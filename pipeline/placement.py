@@ -37,6 +37,12 @@ BALANCE_BAND = 0.25
 """How far the squares may stray, as a share of what the positions still to be filled cost on average."""
 
 
+COLUMN_NAMES = (
+    "counters", "witness_use", "witness_free", "group_number", "group_opened", "bag_group", "bag_arrival", "bag_items", "item_length",
+    "item_row", "demand", "bag_demand",
+)  # fmt: skip
+"""Of a state; see `Placement.snapshot`."""
+
 Columns = dict[str, NDArray[np.int64]]
 """Named once: subscripted at every definition of an inner function, it would cost more than the snapshot."""
 
@@ -209,9 +215,15 @@ class Placement:
             return []
         placed = in_order = self._at_witness(self._groups[0])
         if len(in_order) < len(self.pool):
-            decreasing = self._attempt(None, misses=len(self.pool), balanced=False) or []
-            if sum(len(rows) for _, rows in decreasing) > sum(len(rows) for _, rows in in_order):
-                placed = sorted(decreasing, key=_serial_of)
+            batch = self._arranged(None, len(self.pool), balanced=False)
+            assert batch is not None
+            there = {bag.serial for bag, _ in batch.placed}
+            for bag in self.pool:
+                # Where something other than positions binds, holes are given up before all have been tried.
+                if bag.serial not in there:
+                    batch.add(bag)
+            if sum(len(rows) for _, rows in batch.placed) > sum(len(rows) for _, rows in in_order):
+                placed = sorted(batch.placed, key=_serial_of)
         gone = {bag.serial for bag, _ in placed}
         self.pool = [bag for bag in self.pool if bag.serial not in gone]
         return placed
@@ -256,8 +268,12 @@ class Placement:
         rest += self.pool[stop:]
         return selected, rest
 
-    def _attempt(self, forced: Group | None, misses: int = SELECTION_MISSES, *, balanced: bool = True) -> list[Placed] | None:
+    def _attempt(self, forced: Group | None) -> list[Placed] | None:
         """A batch by best fit decreasing, the forced group before the others; None if one of its bags finds no place."""
+        batch = self._arranged(forced, SELECTION_MISSES, balanced=True)
+        return None if batch is None else batch.placed
+
+    def _arranged(self, forced: Group | None, misses: int, *, balanced: bool) -> Arrangement | None:
         selected, rest = self._select(forced, misses, balanced)
         batch = Arrangement(self.num_rows, self.columns, self._limits)
         waiting = batch.add_decreasing(selected, forced) + rest
@@ -267,7 +283,7 @@ class Placement:
                     return None
             waiting = [bag for bag in waiting if bag.group is not forced]
         batch.complete(waiting, forced)
-        return batch.placed
+        return batch
 
     def _at_witness(self, forced: Group) -> list[Placed]:
         """The forced group at its witness rows, then whatever fits, in arrival order."""
@@ -315,7 +331,7 @@ class Placement:
         Raises:
             ValueError: the state is of another batch shape, or the bags are not the ones that waited.
         """
-        columns = {name: values.tolist() for name, values in state.items()}
+        columns = checked(state, COLUMN_NAMES)
         sizes = {name: len(values) for name, values in columns.items()}
         if (
             sizes["counters"] != 5
@@ -333,6 +349,9 @@ class Placement:
             raise ValueError(f"packer state: {len(columns['bag_group'])} bags waited, {len(bags)} are given, or their item counts differ")
         if [length for bag in bags for length in bag.lengths] != columns["item_length"]:
             raise ValueError("packer state: an item's length is not what it was: the data or the decoding options changed")
+        positions, squares = sum(bag.positions for bag in bags), sum(bag.squares for bag in bags)
+        if columns["counters"][2] < positions or columns["counters"][3] < squares:
+            raise ValueError(f"packer state: {positions} positions wait, and its counters {columns['counters']} know of fewer that came")
         self.batches, number, self._total_positions, self._total_squares, self.longest_delay = columns["counters"]
         self._open_witness(number)
         self._witness = RowSet(columns["witness_free"], self.columns)
@@ -341,7 +360,7 @@ class Placement:
         by_number = {group.number: group for group in self._groups}
         self._open = by_number.get(self._group)
         self.pool, self._serial = list(bags), len(bags)
-        self._pooled_positions = sum(bag.positions for bag in bags)
+        self._pooled_positions = positions
         self._pooled_demand = sum(bag.demand for bag in bags)
         first = 0
         for serial, bag in enumerate(bags):
@@ -360,6 +379,24 @@ class Placement:
             raise ValueError("packer state: a group does not fit the rows that it names")
 
 
+def checked(state: Mapping[str, NDArray[np.int64]], names: Sequence[str]) -> dict[str, list[int]]:
+    """The named columns of a state, which may come from anywhere, as lists.
+
+    Raises:
+        ValueError: one is missing, or no plain column of counts.
+    """
+    columns: dict[str, list[int]] = {}
+    for name in names:
+        values = state.get(name)
+        if values is None:
+            raise ValueError(f"packer state: {name} missing")
+        if values.dtype != np.int64 or values.ndim != 1 or (len(values) and not 0 <= int(values.min()) <= int(values.max()) < 2**62):
+            found = f"{values.dtype} {list(values.shape)}"
+            raise ValueError(f"packer state: column {name} is {found}: expected int64 [any], each at least 0 and below 2^62")
+        columns[name] = values.tolist()
+    return columns
+
+
 def numbered(values: Sequence[int]) -> NDArray[np.int64]:
     """The number of each value among the different ones, in the order in which they first occur."""
     numbers = {value: number for number, value in enumerate(dict.fromkeys(values))}
@@ -372,10 +409,9 @@ def waiting_bags(state: Mapping[str, NDArray[np.int64]], contents: Sequence[obje
     Raises:
         ValueError: its columns do not belong together.
     """
-    items, lengths, kinds = state["bag_items"].tolist(), state["item_length"].tolist(), state["bag_demand"].tolist()
-    demands = state["demand"].tolist()
+    items, lengths, kinds, demands = checked(state, ("bag_items", "item_length", "bag_demand", "demand")).values()
     known = [pack_demand(demands[place : place + NUM_FIELDS]) for place in range(0, len(demands), NUM_FIELDS)]
-    whole = sum(items) == len(lengths) and len(kinds) == len(items) == len(contents) and min(items, default=1) > 0
+    whole = sum(items) == len(lengths) and len(kinds) == len(items) == len(contents) and min(*items, *lengths, 1, 1) > 0
     if not whole or len(demands) % NUM_FIELDS or any(not 0 <= kind < len(known) for kind in kinds):
         raise ValueError(
             f"packer state: {len(items)} bags, {len(lengths)} items, {len(known)} demands and {len(contents)} bags given do not fit"

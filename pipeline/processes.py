@@ -27,7 +27,7 @@ from typing import Any, Final, Generic, TypeVar
 import numpy as np
 
 from treadle.decoders import DecodeError
-from treadle.decoders.isolate import crash_error
+from treadle.decoders.isolate import crash_error, worker_environment
 from treadle.pipeline.decode_process import BEGUN, HEADER_BYTES, ITEM, RELEASED, RING_BYTES, STOP, TASK, Lost, Reply, send_whole
 
 logger = logging.getLogger(__name__)
@@ -136,7 +136,9 @@ class _Worker(Generic[Task, Result]):
             arguments = [json.dumps([path for path in sys.path if isinstance(path, str)]), str(theirs.fileno()), str(memory)]
             # -P: the current folder shadows nothing; what this process finds, the worker finds in the same places.
             command = [sys.executable, "-P", "-c", _PROGRAM, *arguments]
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=fds)
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=fds, env=worker_environment()
+            )
         except OSError:
             ours.close()
             raise

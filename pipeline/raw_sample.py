@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import repeat
-from typing import NamedTuple, overload
+from itertools import chain, repeat
+from typing import Any, NamedTuple, Protocol, TypeVar, cast, overload
 
 
 class RawField(NamedTuple):
@@ -55,7 +55,7 @@ class Singles(Sequence[RawSample]):
     def __init__(
         self,
         field: str,
-        indices: range,
+        indices: Sequence[int],
         keys: Sequence[str],
         offsets: Sequence[int],
         sizes: Sequence[int],
@@ -85,9 +85,51 @@ class Singles(Sequence[RawSample]):
         return list(zip(self.keys, repeat(self.field), self.starts, self.contents, strict=False))
 
 
-def sizes_of(samples: Sequence[RawSample]) -> Sequence[int]:
+class Sized(Protocol):
+    """What takes bytes of a tar."""
+
+    @property
+    def size(self) -> int:
+        """Up to the next sample."""
+        ...
+
+
+_Sample = TypeVar("_Sample", bound=Sized)
+
+
+def joined(first: Sequence[_Sample], second: Sequence[_Sample]) -> Sequence[_Sample]:
+    """One after the other: in columns where both are, and of one field."""
+    both: list[Any] = [first, second]
+    if isinstance(first, Singles) and isinstance(second, Singles) and first.field == second.field:
+        columns = Singles(
+            first.field,
+            [*first.indices, *second.indices],
+            [*first.keys, *second.keys],
+            [*first.offsets, *second.offsets],
+            [*first.sizes, *second.sizes],
+            [*first.starts, *second.starts],
+            [*first.contents, *second.contents],
+        )
+        return cast("Sequence[_Sample]", columns)
+    return list(chain.from_iterable(both))
+
+
+def in_columns(sample: RawSample) -> Sequence[RawSample]:
+    """A sample alone, in columns where it has but one file."""
+    if len(sample.fields) != 1 or sample.problem is not None:
+        return [sample]
+    field, start, content = sample.fields[0]
+    return Singles(field, [sample.index], [sample.key], [sample.offset], [sample.size], [start], [content])
+
+
+def sizes_of(samples: Sequence[Sized]) -> Sequence[int]:
     """Bytes of each."""
     return samples.sizes if isinstance(samples, Singles) else [sample.size for sample in samples]
+
+
+def offsets_of(samples: Sequence[RawSample]) -> Sequence[int]:
+    """Where each begins."""
+    return samples.offsets if isinstance(samples, Singles) else [sample.offset for sample in samples]
 
 
 def ends_of(samples: Sequence[RawSample]) -> list[int]:

@@ -26,6 +26,8 @@ Result = TypeVar("Result")
 CHUNK_TASKS: Final = 32
 CHUNK_BYTES: Final = 65_536
 """Small tasks share a future, up to so many and so many bytes of input: a future costs 6 us, a place in a chunk 0.3 us."""
+AWAY_CHUNK_BYTES: Final = 2**18
+"""The same of tasks for a process, where a message takes 0.2 ms on both sides together."""
 
 
 def _work_chunk(work: Callable[[Task], Result], tasks: Sequence[Task]) -> tuple[list[Result], float]:
@@ -156,7 +158,7 @@ class Readahead(Generic[Context, Task, Result]):
         self._charge(charge_bytes)
         self._queue.append((context, None, charge_bytes, result))
 
-    def submit(self, context: Context, task: Task, charge_bytes: int, input_bytes: int = CHUNK_BYTES) -> None:
+    def submit(self, context: Context, task: Task, charge_bytes: int, input_bytes: int = AWAY_CHUNK_BYTES) -> None:
         """Queues a task; `context` comes out with its result, and never leaves this process."""
         if self._closed:
             raise RuntimeError("this readahead is closed")
@@ -168,7 +170,7 @@ class Readahead(Generic[Context, Task, Result]):
         chunk.charges.append(charge_bytes)
         chunk.bytes += input_bytes
         self._queue.append((context, chunk, len(chunk.tasks) - 1, None))
-        if len(chunk.tasks) >= CHUNK_TASKS or chunk.bytes >= CHUNK_BYTES:
+        if len(chunk.tasks) >= CHUNK_TASKS or chunk.bytes >= (AWAY_CHUNK_BYTES if chunk.away else CHUNK_BYTES):
             self._start(chunk)
 
     def _start(self, chunk: _Chunk[Task, Result]) -> None:

@@ -19,7 +19,7 @@ from os import stat
 from typing import Final
 
 from treadle.pipeline.grouping import Grouping, ShardError
-from treadle.pipeline.raw_sample import RawSample, Singles, ends_of
+from treadle.pipeline.raw_sample import RawSample, Singles, ends_of, in_columns, joined, offsets_of
 from treadle.pipeline.storage import ByteStream, LocalStream, StorageError
 from treadle.pipeline.tar import CHUNK_BYTES, MemberReader
 from treadle.pipeline.unpack import UnpackError
@@ -84,6 +84,8 @@ class SampleTable:
         self._readers = 0
         self._error: ShardError | None = None
         self._ended = False
+        self.interrupted: BaseException | None = None
+        """What ended the search in the midst, for no fault of the shard: it has to be searched anew."""
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._stream = opened()
@@ -130,8 +132,11 @@ class SampleTable:
 
         Raises:
             ShardError: the shard is damaged before that sample.
+            RuntimeError: an earlier search was interrupted; `local_table` gives another one.
         """
         with self._lock:
+            if self.interrupted is not None:
+                raise RuntimeError(f"reading a shard was interrupted at byte {self._end}: {self.interrupted!r}") from self.interrupted
             while index - self.first >= len(self._starts):
                 if self._error is not None:
                     raise ShardError(self._error.kind, self._error.offset, self._error.detail)
@@ -154,7 +159,19 @@ class SampleTable:
         return window, samples
 
     def _search(self) -> None:
-        """Finds the samples of the next window."""
+        """Finds the samples of the next window.
+
+        Raises:
+            BaseException: whatever is no fault of the shard.
+        """
+        try:
+            self._search_window()
+        except BaseException as error:
+            # Members end after an error of any kind, as they do at the end of the shard.
+            self.interrupted = error
+            raise
+
+    def _search_window(self) -> None:
         window = Window(self.first + len(self._starts))
         begin = self._end
         parts: list[Sequence[RawSample]] = []
@@ -202,20 +219,23 @@ class SampleTable:
         while len(self._held) > HELD_WINDOWS:
             self._held.popitem(last=False)[1].samples = None
 
-    def _again(self, window: Window, start: int, end: int, stream: ByteStream) -> list[RawSample] | None:
+    def _again(self, window: Window, start: int, end: int, stream: ByteStream) -> Sequence[RawSample] | None:
         """The samples of a window once more; None where they are not what they were, which whoever reads one of them then tells."""
         reader = MemberReader(BoundedStream(stream, start, end), offset=start, want=_unwanted)
-        samples: list[RawSample] = []
+        samples: Sequence[RawSample] = []
         try:
-            samples.extend(Grouping(reader, Counter(), index=window.first).samples())
+            for run in Grouping(reader, Counter(), index=window.first).runs():
+                if run:
+                    samples = joined(samples, in_columns(run[0]) if len(run) == 1 else run) if samples else run
         except (ShardError, StorageError, UnpackError):
             return None
         place = window.first - self.first
-        if len(samples) != window.count or [sample.offset for sample in samples] != self._starts[place : place + window.count].tolist():
+        starts = self._starts[place : place + window.count].tolist()
+        if len(samples) != window.count or offsets_of(samples) != starts:
             return None
         # What was skipped after the last sample counts to it.
-        samples[-1] = replace(samples[-1], size=end - samples[-1].offset)
-        return samples
+        last = replace(samples[-1], size=end - samples[-1].offset)
+        return joined(samples[:-1], in_columns(last)) if len(samples) > 1 else [last]
 
 
 def _unwanted(_: object) -> bool:
@@ -236,7 +256,7 @@ def local_table(path: str, index: int, offset: int) -> SampleTable:
     key = path, found.st_size, found.st_mtime_ns
     with _tables_lock:
         table = _tables.get(key)
-        if table is None or table.first > index:
+        if table is None or table.first > index or table.interrupted is not None:
             table = _tables[key] = SampleTable(lambda: LocalStream(path, path), index, offset)
             while len(_tables) > MAX_TABLES:
                 _tables.popitem(last=False)

@@ -69,6 +69,7 @@ class Spool:
         self._source: ByteStream | None = None
         self._size: int | None = None
         self._error: ShardError | StorageError | UnpackError | None = None
+        self._interrupted: BaseException | None = None
         self._ended = False
         self._lock = threading.Lock()
         self.full = False
@@ -81,13 +82,15 @@ class Spool:
 
     @property
     def failed(self) -> bool:
-        """Whether the storage gave up: another try may do better."""
-        return isinstance(self._error, ShardError | StorageError)
+        """Whether the storage gave up, or reading was interrupted: another try may do better."""
+        return self._interrupted is not None or isinstance(self._error, ShardError | StorageError)
 
     def reach(self, stop: int) -> int:
         """Spools up to byte `stop` and answers how far it went: less at the end, at a damage, and at the bound."""
         if stop > self._end:
             with self._lock:
+                if self._interrupted is not None:
+                    raise RuntimeError(f"reading a shard was interrupted at byte {self._end}: {self._interrupted!r}") from self._interrupted
                 while self._end < stop and not (self._ended or self.full or self._error is not None):
                     self._grow()
         return min(stop, self._end)
@@ -98,13 +101,17 @@ class Spool:
                 self._source = self.opened(self.start)
             piece = self._source.read(PIECE_BYTES)
             self._size = self._source.size
-        except (ShardError, StorageError, UnpackError) as error:
-            self._error = error
-        else:
             if piece:
                 self._keep(piece)
             else:
                 self._ended = True
+        except (ShardError, StorageError, UnpackError) as error:
+            self._error = error
+        except BaseException as error:
+            # The source may have moved on by what was lost: nobody reads on behind that.
+            self._interrupted = error
+            self._let_go()
+            raise
         if self._ended or self.full or self._error is not None:
             self._let_go()
 
@@ -238,7 +245,7 @@ class Spools:
         """The shard from sample `index` or before on, until `leave`; where storage has failed, a new try."""
         with self._lock:
             shared = self._shared.get(url)
-            if shared is None or shared.table.first > index or shared.spool.failed:
+            if shared is None or shared.table.first > index or shared.spool.failed or shared.table.interrupted is not None:
                 if shared is not None and not shared.readers:
                     shared.close()
                 shared = self._shared[url] = Shared(url, opened, index, offset)

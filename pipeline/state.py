@@ -56,6 +56,9 @@ _PENDING_COLUMNS: Final[dict[str, type[np.integer[Any]]]] = {
 }
 _RANK_COLUMNS: Final[dict[str, type[np.integer[Any]]]] = {"rank": np.int32, "pending_count": np.int64}
 
+MOST: Final = 2**62
+"""Above any count: what is added to one stays a 64-bit integer."""
+
 Columns = dict[str, NDArray[Any]]
 
 
@@ -137,6 +140,13 @@ class Position:
         """What builds the columns of this very position, whenever they are asked for."""
         standing = self._lane_draws.copy(), self._cursors.copy(), [refs.copy() for refs in self._pools]
         return columns_of(self._lanes, lambda: standing)
+
+
+def start_columns(lanes: int, sources: int, rank: int, world_size: int) -> Callable[[], Columns]:
+    """What builds the columns of a rank that has drawn nothing."""
+    own = range(rank, lanes, world_size)
+    cursors: list[Cursor] = [(lane, 0, 0, 0, 0, 0, False) for lane in own for _ in range(sources)]
+    return columns_of(own, lambda: ([0] * len(own), cursors, [[] for _ in cursors]))
 
 
 def columns_of(lanes: Sequence[int], standing: Callable[[], Standing]) -> Callable[[], Columns]:
@@ -431,6 +441,8 @@ def _check_columns(columns: Columns, world_size: int, manifest: Manifest) -> Non
             raise ValueError(f"stream state: column {name} is {found}: expected {np.dtype(dtype)} [{'any' if length is None else length}]")
         if name not in ("held_offset", "pending_offset") and len(values) and int(values.astype(np.int64).min()) < 0:
             raise ValueError(f"stream state: column {name} holds a negative number")
+        if len(values) and not -MOST < int(values.min()) <= int(values.max()) < MOST:
+            raise ValueError(f"stream state: column {name} holds a number of 2^62 or more")
         return values
 
     lanes, sources = manifest.lanes, len(manifest.sources)
@@ -457,6 +469,9 @@ def _check_columns(columns: Columns, world_size: int, manifest: Manifest) -> Non
     pending = int(column("pending_count", np.int64, len(ranks)).astype(np.int64).sum())
     for name, dtype in _PENDING_COLUMNS.items():
         column(name, dtype, pending)
+    for name in columns:
+        if name.startswith("packer/"):
+            column(name, np.int64, None)
     if pending and int(columns["pending_source"].astype(np.int64).max()) >= sources:
         raise ValueError("stream state: column pending_source names a source that the manifest does not have")
     if pending and (columns["pending_shard"].astype(np.int64) >= shards[columns["pending_source"].astype(np.int64)]).any():

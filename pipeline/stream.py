@@ -272,7 +272,9 @@ class ShardStream:
 
     def _running(self) -> Feed:
         if self._feed is None:
-            self._feed = Feed(self._config, self._ledger)
+            # After an interrupt (Ctrl-C in a notebook) it goes on behind the last batch handed out.
+            last = self._loaded if self._state is None else self._state
+            self._feed = Feed(self._config, self._ledger, None if last is None else last.deal(self.rank, self.world_size))
         return self._feed
 
     def __iter__(self) -> Self:

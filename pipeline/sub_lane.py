@@ -12,10 +12,13 @@ from typing import NamedTuple, Protocol
 
 from treadle.pipeline.draws import BLOCK_DRAWS, HOLD, DrawSequence, permutation
 from treadle.pipeline.order_plan import OrderPlan
-from treadle.pipeline.raw_sample import Single, Singles, alone
+from treadle.pipeline.raw_sample import Single, Singles, alone, joined, sizes_of
 
 DRY_EPOCHS = 3
 """A sub-lane without an end is over once so many whole epochs in a row gave it nothing."""
+
+NEVER = 1 << 60
+"""More draws than there are."""
 
 
 class Located(Protocol):
@@ -135,7 +138,8 @@ class SubLane:
     """One source within one lane."""
 
     __slots__ = (
-        "_at", "_block", "_broken", "_catalogue", "_draws_of", "_faults", "_permutations", "_ready", "_runs", "_shard", "_source", "_words",
+        "_alone", "_at", "_begun", "_block", "_broken", "_catalogue", "_draws_of", "_eager", "_faults", "_permutations", "_ready", "_runs",
+        "_shard", "_source", "_spare", "_words",
         "appended", "bytes", "depth", "depth_bytes", "draws", "end_unit", "epoch", "lanes", "next_index", "next_offset", "number", "over", "parts", "pool",
         "taken", "trail", "unit", "units",
     )  # fmt: skip
@@ -152,6 +156,11 @@ class SubLane:
         self._words: list[int] = []
         self.depth = plan.depth(source)
         self.depth_bytes = plan.depth_bytes(source)
+        self._alone = not plan.blended
+        # A lane that chooses looks whether each source has a sample: with room for one alone, it is taken in before it is chosen.
+        self._eager = plan.blended and self.depth == 1
+        # Of the draws since `_begun`, how many take nothing in.
+        self._spare = self._begun = 0
         self._runs: Iterator[Sequence[Located]] | None = None
         # What is at hand of the unit, up to `_at` held back already, and the fault that comes after it.
         self._ready: Sequence[Located] = ()
@@ -205,20 +214,20 @@ class SubLane:
             )
         return self._runs is not None
 
-    def _at_hand(self) -> int:
-        """Samples of the open unit at hand, once more have been read where there was none; 0 where it ends or is broken."""
-        while self._at >= len(self._ready):
-            if self._runs is None or self._broken is not None:
-                return 0
+    def _at_hand(self, enough: int = 1, enough_bytes: int = 0) -> int:
+        """Samples of the open unit at hand: at least one, and `enough` of them or of their bytes, unless it ends or breaks before."""
+        while (left := len(self._ready) - self._at) < enough:
+            if self._runs is None or self._broken is not None or (left and sum(sizes_of(self._ready[self._at :])) >= enough_bytes):
+                break
             try:
                 found = next(self._runs, None)
             except UnitBrokenError as broken:
                 self._broken = broken
-                return 0
+                break
             if found is None:
-                return 0
-            self._ready, self._at = found, 0
-        return len(self._ready) - self._at
+                break
+            self._ready, self._at = joined(self._ready[self._at :], found) if left else found, 0
+        return left
 
     def fill(self) -> bool:
         """Holds back what there is room for; whether anything is held."""
@@ -305,59 +314,123 @@ class SubLane:
             self._words, self._block = self._draws_of.block(block), block
         return self._words[place]
 
-    def steady(self, most: int, most_bytes: int) -> int:
-        """How many draws, up to `most`, each take one sample of the open unit to the hold-back before and change nothing else.
+    def able(self, most: int, most_bytes: int) -> int:
+        """How many draws, up to `most`, change nothing but the hold-back: each takes in what `fill` would, of the open unit, or, at an
+        epoch's end, nothing. Below zero where even a lane that draws from another source changes more.
 
-        The samples taken are one, or no more than `most_bytes` together.
+        The samples taken in are one, or no more than `most_bytes` together.
         """
-        if len(self.pool) != self.depth - 1 or self._runs is None:
+        held = len(self.pool)
+        if not held and not (self._eager or self._alone):
+            return -1
+        most = min(most, BLOCK_DRAWS - self.draws % BLOCK_DRAWS)
+        if self._runs is None:
+            # A lane that stands at a choice goes on to the next epoch where one of its sources has nothing left.
+            drains = (self.end_unit is not None and self.unit >= self.end_unit) or self.unit // self.units != self.epoch
+            self._spare = NEVER
+            return min(most, held if self._alone else held - 1) if drains and held else -1
+        self._spare = held - self.depth + 1
+        if self._spare not in (0, 1):
             return 0
-        most = min(most, self._at_hand(), BLOCK_DRAWS - self.draws % BLOCK_DRAWS)
+        missing = 1 - held if self._eager else 0
+        at_hand = self._at_hand(most + missing, most_bytes)
+        if at_hand <= missing:
+            return -1 if at_hand < missing else 0
+        most = min(most, at_hand - missing)
         ready, at = self._ready, self._at
-        sizes = ready.sizes[at : at + most] if isinstance(ready, Singles) else [sample.size for sample in ready[at : at + most]]
+        sizes = sizes_of(ready[at : at + most])
         size = sum(sizes)
         if size > most_bytes:
             most = max(1, bisect_right(list(accumulate(sizes)), most_bytes))
-        return most if self.bytes + size < self.depth_bytes else 0
+        return most if self.depth == 1 or self.bytes + size < self.depth_bytes else 0
 
-    def draw_steadily(self, count: int) -> list[tuple[Drawable, Ref]]:
-        """`fill` and `draw`, `count` times, which `steady` has answered: the samples drawn, with their references."""
-        pool, last, shard = self.pool, self.depth - 1, self._shard
-        coming = self._ready[self._at : self._at + count]
+    def draw_steadily(self, count: int, last: bool = True) -> list[tuple[Drawable, Ref]]:
+        """`count` draws, which `able` has answered, with all that each takes in before: the samples drawn, with their references.
+
+        Args:
+            last: whether the lane's last draw is one of them: until then, what has but one sample takes in the next at once.
+        """
+        pool, trail = self.pool, self.trail
+        self._begun = len(trail)
+        if self._eager:
+            self._spare = len(pool)
+            number = 1 - len(pool) + count - last
+        else:
+            if not count:
+                # What `able` found, if it was asked, was no more than that.
+                self._spare = NEVER
+            number = max(0, count - self._spare)
+        if not count and not number:
+            return []
+        coming = self._ready[self._at : self._at + number]
         samples: Sequence[Drawable] = coming
         if isinstance(coming, Singles):
-            refs = list(zip(repeat(shard), coming.indices, coming.offsets, coming.sizes, strict=False))
+            refs = list(zip(repeat(self._shard), coming.indices, coming.offsets, coming.sizes, strict=False))
             samples = coming.bare()
         else:
-            refs = [(shard, sample.index, sample.offset, sample.size) for sample in coming]
-        self._drawn(self.draws)
-        first = self.draws % BLOCK_DRAWS
-        slots = [word * self.depth >> 32 for word in self._words[first : first + count]]
+            refs = [(self._shard, sample.index, sample.offset, sample.size) for sample in coming]
         drawn: list[tuple[Drawable, Ref]] = []
-        for entry, slot in zip(zip(samples, refs, strict=True), slots, strict=True):
-            if slot < last:
+        if self._eager:
+            pool += zip(samples, refs, strict=True)
+            drawn, self.pool = pool[:count], pool[count:]
+            trail += refs[: 1 - self._spare]
+            for ref in refs[1 - self._spare :]:
+                trail += (0, ref)
+            if last:
+                trail.append(0)
+        else:
+            self._drawn(self.draws)
+            first = self.draws % BLOCK_DRAWS
+            words = self._words[first : first + count]
+            for word in words[: count - number]:
+                slot = word * len(pool) >> 32
                 drawn.append(pool[slot])
-                pool[slot] = entry
-            else:
-                drawn.append(entry)
-        self._at += count
+                end = pool.pop()
+                if slot < len(pool):
+                    pool[slot] = end
+                trail.append(slot)
+            depth, slot_of_end = self.depth, self.depth - 1
+            slots = [word * depth >> 32 for word in words[count - number :]]
+            for entry, slot in zip(zip(samples, refs, strict=True), slots, strict=True):
+                if slot < slot_of_end:
+                    drawn.append(pool[slot])
+                    pool[slot] = entry
+                else:
+                    drawn.append(entry)
+            trail += chain.from_iterable(zip(refs, slots, strict=True))
         self.draws += count
         self.taken += count
-        self.trail += chain.from_iterable(zip(refs, slots, strict=True))
-        self.next_index, self.next_offset = refs[-1][1] + 1, refs[-1][2] + refs[-1][3]
+        if refs:
+            self._at += number
+            self.next_index, self.next_offset = refs[-1][1] + 1, refs[-1][2] + refs[-1][3]
         self.bytes += sum([ref[3] for ref in refs]) - sum([ref[3] for _, ref in drawn])
         return drawn
 
-    def moves(self, count: int) -> list[Move]:
-        """What each of the last `count` steady draws changed."""
-        refs, slots = self.trail[len(self.trail) - 2 * count :: 2], self.trail[len(self.trail) - 2 * count + 1 :: 2]
-        draws, taken = self.draws - count, self.taken - count
-        moves: list[Move] = []
-        for number, (ref, slot) in enumerate(zip(refs, slots, strict=True), 1):
-            assert isinstance(ref, tuple) and len(ref) == 4 and isinstance(slot, int)
-            cursor = (self.unit, ref[1] + 1, ref[2] + ref[3], draws + number, taken + number, self.epoch, self.over)
-            moves.append((self.number, [ref], slot, cursor))
-        return moves
+    def happened(self, chosen: int, before: int, turns: int) -> int:
+        """How long the trail was after the first `turns` draws of its lane since `draw_steadily` began.
+
+        Args:
+            chosen: how many of them were its own.
+            before: how many of them but the last.
+        """
+        if not self._eager:
+            return self._begun + chosen + max(0, chosen - self._spare)
+        return self._begun + chosen + (1 - self._spare + before if turns else 0)
+
+
+def moved(number: int, entries: Sequence[Ref | Cursor | int], cursor: Cursor) -> Move:
+    """What entries of a trail, of one draw at most, changed from a cursor on."""
+    unit, next_index, next_offset, draws, taken, epoch, over = cursor
+    appended: list[Ref] = []
+    slot = -1
+    for entry in entries:
+        if isinstance(entry, int):
+            slot, draws, taken = entry, draws + 1, taken + 1
+        else:
+            assert len(entry) == 4
+            appended.append(entry)
+            next_index, next_offset = entry[1] + 1, entry[2] + entry[3]
+    return number, appended, slot, (unit, next_index, next_offset, draws, taken, epoch, over)
 
 
 class Permutations:

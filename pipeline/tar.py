@@ -130,9 +130,9 @@ class MemberReader:
         Raises:
             TarError: after every whole member before the damage was given.
         """
-        stream, base, buffer, final = self._stream, self._start, b"", False
+        stream, base, buffer, position, final = self._stream, self._start, b"", 0, False
         while True:
-            members, used = self._parse(buffer, base, final)
+            members, used = self._parse(buffer, base, final, position)
             if members:
                 yield Block(buffer, base, members)
             if self._error is not None:
@@ -141,7 +141,7 @@ class MemberReader:
             if self._long is not None:
                 member, self._long = self._long, None
                 block, base = self._gather(member, buffer[member.offset - base :])
-                buffer = b""
+                buffer, position = b"", 0
                 yield block
                 continue
             rest = len(buffer) - used
@@ -162,8 +162,22 @@ class MemberReader:
                 if members:
                     yield Block(buffer[used:], base, members)
                 raise
-            buffer = kept + piece if kept else piece
-            final = len(buffer) <= rest
+            final = len(kept) + len(piece) <= rest
+            position = 0
+            # What lies across two pieces is put together alone: joining the pieces would copy all that is read.
+            while kept and self._error is None and self._long is None and position + self._need - len(kept) <= len(piece):
+                stop = position + self._need - len(kept)
+                seam, position = kept + piece[position:stop], stop
+                members, used = self._parse(seam, base, False)
+                if members:
+                    yield Block(seam, base, members)
+                base += used
+                kept = seam[used:]
+            if kept:
+                # Too long for this piece, or damaged: told of once more.
+                buffer, position, self._error, self._long = kept + piece[position:], 0, None, None
+            else:
+                buffer, base = piece, base - position
 
     def rest(self) -> str:
         """What a damage, just raised, leaves behind it: how many files, in how many bytes, of the next `MAX_REST_BYTES`."""
@@ -227,23 +241,26 @@ class MemberReader:
         if size > self._max_member_bytes:
             self.refused[header_offset] = ("too_large", f"a file of {size} bytes; at most {self._max_member_bytes} are read")
 
-    def _parse(self, buffer: bytes, base: int, final: bool) -> tuple[Members, int]:
-        """Every member that `buffer`, at stream offset `base`, holds whole, and how many bytes were used.
+    def _parse(self, buffer: bytes, base: int, final: bool, position: int = 0) -> tuple[Members, int]:
+        """Every member that `buffer`, at stream offset `base`, holds whole from `position` on, and up to where its bytes were used.
 
         An error is left in `self._error`, so that the members before it are given first.
         """
         members = Members()
         append, adler, most = members.append, adler32, self._max_member_bytes
-        position = start = 0
+        start = position
         end, zeros = len(buffer), self._zeros
         extension = Extension(self.shared) if self.shared else None
         plain: PlainHeaders | None = None
+        first = 0
         self._need = BLOCK_BYTES
         try:
             while position + BLOCK_BYTES <= end:
                 if extension is None and buffer[position + 156] == 0x30 and start == position:
-                    plain = plain or PlainHeaders(buffer, base, most)
-                    position = plain.take(position, members)
+                    if plain is None:
+                        first = position
+                        plain = PlainHeaders(memoryview(buffer)[first:], base + first, most)
+                    position = first + plain.take(position - first, members)
                     if position > start:
                         start, zeros = position, 0
                         continue

@@ -99,7 +99,7 @@ class Members:
         return map(Member._make, self.rows())
 
 
-def _files(buffer: bytes) -> tuple[NDArray[np.intp], NDArray[np.uint8], NDArray[np.bool_]]:
+def _files(buffer: bytes | memoryview) -> tuple[NDArray[np.intp], NDArray[np.uint8], NDArray[np.bool_]]:
     """The blocks of a buffer that have the magic: their places, their bytes, and whether they are headers of files, checksum and all."""
     blocks = len(buffer) // BLOCK_BYTES
     words = np.frombuffer(buffer, np.dtype("<u8"), count=blocks * _WORDS).reshape(blocks, _WORDS)
@@ -131,9 +131,11 @@ def count_files(buffer: bytes) -> int:
 class PlainHeaders:
     """The plain headers in `buffer`, whose first byte is the stream's byte `base`, of files of at most `most` bytes."""
 
-    def __init__(self, buffer: bytes, base: int, most: int) -> None:
+    def __init__(self, buffer: bytes | memoryview, base: int, most: int) -> None:
         self._base = base
         self._count = 0
+        if len(buffer) < LEAST_HEADERS * BLOCK_BYTES:
+            return
         places, rows, right = _files(buffer)
         if len(places) < LEAST_HEADERS:
             return

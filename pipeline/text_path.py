@@ -33,9 +33,10 @@ class TextPath:
         self._forms: dict[tuple[str, ...], TextForm | None] = {}
 
     def run(self, samples: Sequence[Drawable], seeds: Sequence[int], token: Callable[[int], object]) -> TextRun | None:
-        """The samples in columns, where each is one text of the same form; see `TextRun`."""
+        """The samples in columns, where each is one text of a form that is known; see `TextRun`."""
         texts: list[bytes] = []
-        append, longest, form = texts.append, self._longest, None
+        forms: list[TextForm] = []
+        add_text, add_form, longest, form = texts.append, forms.append, self._longest, None
         known = ""
         for sample in samples:
             if isinstance(sample, tuple):
@@ -44,16 +45,15 @@ class TextPath:
                 name, _, text = sample.fields[0]
             else:
                 return None
-            if name != known:
-                if known:
-                    return None
+            if name != known or form is None:
                 known, form = name, self._forms.get((name,))
+                if form is None or form.relations is not NO_RELATIONS:
+                    return None
             if not 0 < len(text) <= longest:
                 return None
-            append(text)
-        if form is None or form.relations is not NO_RELATIONS:
-            return None
-        return TextRun(form, texts, seeds, token)
+            add_text(text)
+            add_form(form)
+        return TextRun(forms, texts, seeds, token)
 
     def bags(self, samples: Sequence[Located], seeds: Sequence[int]) -> list[TextBag]:
         """The bags of as many of the first samples as have one this way."""

@@ -4,10 +4,12 @@ Killed at any moment, or out of disk, a writer leaves the old file. What a kille
 writer holds a lock on its file.
 """
 
+import errno
 import fcntl
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,9 +21,9 @@ def whole_file(path: str | os.PathLike[str]) -> Generator[BinaryIO]:
     """A binary file that takes its name only when the block ends without an error; a link is followed.
 
     Raises:
-        OSError: the folder or the disk refused it; the file that was there is untouched.
+        OSError: `path` names no file, or the folder or the disk refused it; what was there is untouched.
     """
-    target = Path(os.path.realpath(path))
+    target = _named_file(path)
     _remove_abandoned(target)
     beside, descriptor = _locked(target)
     try:
@@ -34,6 +36,25 @@ def whole_file(path: str | os.PathLike[str]) -> Generator[BinaryIO]:
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
+
+
+def _named_file(path: str | os.PathLike[str]) -> Path:
+    """Where a file of that name goes, links followed; told before anything is written, as the rename would tell it too late or not at all."""
+    name = os.fspath(path)
+    if not name or "\0" in name:
+        raise OSError(errno.EINVAL, f"the name {'holds a zero byte' if name else 'is empty'}: name a file", name)
+    target = Path(os.path.realpath(name))
+    try:
+        mode = os.stat(target).st_mode
+    except FileNotFoundError:
+        mode = stat.S_IFREG
+    if stat.S_ISDIR(mode) or name.endswith(os.sep):
+        raise IsADirectoryError(errno.EISDIR, "is a folder: name a file in it", name)
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "is a device, a pipe or a socket, which a rename would replace: name a file", name)
+    if not target.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, f"there is no folder {target.parent}", name)
+    return target
 
 
 def start_write_back(file: BinaryIO, begin: int) -> int:

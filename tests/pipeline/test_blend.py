@@ -14,6 +14,7 @@ from treadle.pipeline.order import Drawn, Held, Located, Order, OrderPlan, Sourc
 from treadle.pipeline.sources import Source
 from treadle.pipeline.state import StreamState
 from treadle.pipeline.stream import ShardStream
+from treadle.shape import BatchShape
 
 Text = tuple[str, int, int]
 """Name of its source, shard, index."""
@@ -192,3 +193,51 @@ def test_a_state_of_another_blend_is_refused_naming_the_difference(tars: Any, fo
             pytest.raises(ValueError, match="the state belongs to another stream.*" + named),
         ):
             other.load_state(state)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_long_sources_are_dealt_through_a_chain_of_worlds(tars: Any, tmp_path: Path, seed: int) -> None:
+    """Lanes that take turns for many samples at once, ranks that stop anywhere in between, a source so small that a lane holds back one of it."""
+    counts = {"a": [130, 150, 90], "b": [200, 40], "c": [37]}
+    for name, each in counts.items():
+        write(tars, tmp_path, name, each)
+    weights = [(3.0, 1.0, 0.05), (1.0, 1.0, 1.0), (0.02, 2.0, 1.0)][seed]
+    sources = [Source(str(tmp_path / name / "*.tar"), weight=weight) for name, weight in zip(counts, weights, strict=True)]
+    rng = random.Random(seed)
+    shape = BatchShape(max_rows_per_device=2, max_segments_per_device=64, max_columns_per_row=256)
+
+    def make(rank: int, world_size: int) -> ShardStream:
+        return ShardStream(sources, shape, rank=rank, world_size=world_size, lanes=12, shuffle=40, epochs=2, window=1, seed=seed, threads=1)
+
+    seen: Counter[Text] = Counter()
+    state: StreamState | None = None
+    for number, world_size in enumerate((1, 2, 4, 3, 1)):
+        states: list[StreamState] = []
+        for rank in range(world_size):
+            with make(rank, world_size) as stream:
+                if state is not None:
+                    stream.load_state(state)
+                most = 1 << 30 if number == 4 else rng.randint(0, 3)
+                for _, batch in zip(range(most), stream, strict=False):
+                    seen.update(texts(batch))
+                states.append(StreamState.from_bytes(stream.state.to_bytes()))
+        state = StreamState.merge(states)
+    assert seen == every("a", counts["a"], 2) + every("b", counts["b"], 2) + every("c", counts["c"], 2)
+
+
+@pytest.mark.parametrize("repeat", [False, True])
+def test_any_position_of_long_sources_goes_on_exactly(tars: Any, tmp_path: Path, repeat: bool) -> None:
+    write(tars, tmp_path, "a", [300, 250, 90])
+    write(tars, tmp_path, "b", [37, 20])
+    sources = [Source(str(tmp_path / "a" / "*.tar"), weight=2.0), Source(str(tmp_path / "b" / "*.tar"), weight=0.1, repeat=repeat)]
+
+    def make() -> ShardStream:
+        return ShardStream(sources, tars.text_shape, lanes=4, shuffle=30, epochs=1, window=1, seed=2, threads=1)
+
+    with make() as stream:
+        whole = tars.run(stream)
+    # Every third: 2 seconds.
+    for at in range(0, len(whole), 3):
+        with make() as stream:
+            stream.load_state(whole[at][1])
+            assert tars.run(stream, 4) == whole[at + 1 : at + 5]

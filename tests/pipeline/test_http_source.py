@@ -112,6 +112,29 @@ def test_http_chunked_without_a_length(server: Any) -> None:
     assert read_all(server.url) == BODY
 
 
+@pytest.mark.parametrize(
+    ("content_range", "extra"),
+    [
+        ("bytes 0-{last}/{size}", b"more" * 5000),  # a body that goes on behind the object's end
+        ("bytes 0-{size}/{size}", b"!"),
+        ("bytes 0-99/{size}", b""),
+    ],
+)
+def test_http_an_answer_that_contradicts_itself_is_a_fault(server: Any, content_range: str, extra: bytes) -> None:
+    """Nothing of it is taken for content, and what comes after it is whole."""
+
+    def contradicts(handler: Any) -> None:
+        headers = {"Content-Range": content_range.format(last=len(BODY) - 1, size=len(BODY))}
+        handler.answer(206, headers, BODY + extra)
+
+    server.faults = [contradicts] * 2
+    assert read_all(server.url) == BODY
+    server.always = contradicts
+    with pytest.raises(StorageError) as caught:
+        read_all(server.url)
+    assert (caught.value.kind, caught.value.offset) == ("unreadable", 0)
+
+
 def test_http_gives_up_when_the_attempts_are_spent(server: Any) -> None:
     server.always = status(500)
     with pytest.raises(StorageError) as raised:

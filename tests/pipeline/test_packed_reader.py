@@ -121,7 +121,7 @@ def test_merged_positions_are_dealt_to_other_worlds(parts: int, epochs: int | No
                 if state is not None:
                     reader.load_state(state)
                 # Ranks stop at different batches; the last world runs to the end.
-                most = rng.randint(int(state is None), 3) if not last else 10**6 if epochs else len(total) - len(seen)
+                most = rng.randint(0, 3) if not last else 10**6 if epochs else len(total) - len(seen)
                 for _, batch in zip(range(most), reader, strict=False):
                     seen.append(content(batch))
                 states.append(saved(reader.state))

@@ -190,7 +190,10 @@ def test_a_state_of_other_bags_or_rows_is_refused() -> None:
         Placement(4, 10, limits, 2).load(state, [pending(Plan([3, 6]))])
     for name, values, message in [
         ("item_row", [0, 4], "a group does not fit the rows that it names"),
-        ("item_row", [-1, 0], "a group does not fit the rows that it names"),
+        ("item_row", [-1, 0], "column item_row is int64 \\[2\\]: expected int64 \\[any\\], each at least 0"),
+        ("item_row", [[0], [0]], "column item_row is int64 \\[2, 1\\]"),
+        ("counters", [0, 0, 2**62, 0, 0], "column counters is int64 \\[5\\]: .* below 2\\^62"),
+        ("counters", [0, 0, 7, 64, 0], "8 positions wait, and its counters .* know of fewer"),
         ("item_row", [0], "its columns do not belong together"),
         ("counters", [0], "its columns do not belong together"),
         ("bag_group", [7], "bag 0 is of group 7, which the state does not know"),
@@ -268,3 +271,33 @@ def test_batches_of_several_ranks_cost_about_the_same(kind: str) -> None:
     steps = min(len(costs) for costs in streams)
     squares = np.array([[squares for _, squares in costs[:steps]] for costs in streams], np.float64)
     assert float(np.mean(squares.max(axis=0) / squares.mean(axis=0))) <= 1.06
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_step_leaves_out_nothing_that_still_fits(seed: int) -> None:
+    """Whichever capacity binds: many bags that want edges, then some that want none."""
+    rng = random.Random(seed)
+    rows, columns = rng.randint(2, 12), 64
+    limits = Capacities(positions=rows * columns, bags=500, segments=500, edges=rng.randint(2, 30))
+    plans: list[Plan] = []
+    for _ in range(rng.randint(80, 220)):
+        wants = rng.random() < 0.9
+        lengths = [rng.randint(2, 12) for _ in range(2)] if wants else [rng.randint(1, 40)]
+        plans.append(Plan(lengths, (rng.randint(1, 9), 0, 0) if wants else (0, 0, 0)))
+    placement = Placement(rows, columns, limits, 1)
+    # The others could never fit.
+    plans = [plan for plan in plans if placement.add(pending(plan))]
+    placed = placement.take_step()
+    chosen = check_batch(placed, plans, rows, columns, limits)
+    free = [columns] * rows
+    for bag, bag_rows in placed:
+        for row, length in zip(bag_rows, bag.lengths, strict=True):
+            free[row] -= length
+    edges = limits.edges - sum(plans[serial].edges[0] for serial in chosen)
+    for serial in set(range(len(plans))) - set(chosen):
+        plan = plans[serial]
+        # Both items of a pair in the freest row, or each in a row of its own.
+        longest, pair = max(plan.lengths), sum(plan.lengths)
+        beside = sorted(free)[-2:]
+        fits = longest <= max(free) and (len(plan.lengths) == 1 or pair <= max(free) or (min(plan.lengths) <= beside[0]))
+        assert plan.edges[0] > edges or not fits

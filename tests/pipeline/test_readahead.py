@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from treadle.pipeline.readahead import CHUNK_BYTES, CHUNK_TASKS, Readahead
+from treadle.pipeline.readahead import AWAY_CHUNK_BYTES, CHUNK_BYTES, CHUNK_TASKS, Readahead
 
 
 def square(number: int) -> int:
@@ -104,7 +104,7 @@ def test_processes_give_the_same_and_are_other_processes() -> None:
     # A worker process imports what it runs by name; test modules have none, so it runs functions of the standard library.
     with Readahead[int, int, int](math.isqrt, processes=1) as ahead:
         for number in range(5):
-            ahead.submit(number, number * number, charge_bytes=1, input_bytes=CHUNK_BYTES)
+            ahead.submit(number, number * number, charge_bytes=1, input_bytes=AWAY_CHUNK_BYTES)
         ahead.submit(13, -1, charge_bytes=1)
         assert [ahead.pop() for _ in range(5)] == [(number, number) for number in range(5)]
         with pytest.raises(ValueError, match="nonnegative"):
@@ -112,6 +112,18 @@ def test_processes_give_the_same_and_are_other_processes() -> None:
     with Readahead[int, str, int](eval, processes=1) as ahead:
         ahead.submit(0, "__import__('os').getpid()", charge_bytes=1)
         assert ahead.pop()[1] != os.getpid()
+
+
+def test_messages_to_processes_hold_more_than_threads_chunks() -> None:
+    size = 80 * 1024
+    assert size > CHUNK_BYTES
+    for processes, most in ((0, 1), (1, -(-AWAY_CHUNK_BYTES // size))):
+        with Readahead[int, int, int](math.isqrt, processes=processes) as ahead:
+            for number in range(12):
+                ahead.submit(number, number * number, charge_bytes=1, input_bytes=size)
+            chunks = [chunk for _, chunk, _, _ in ahead._queue]
+            assert max(map(chunks.count, chunks)) == most
+            assert [ahead.pop() for _ in range(12)] == [(number, number) for number in range(12)]
 
 
 def test_a_process_that_dies_is_told_not_waited_for() -> None:

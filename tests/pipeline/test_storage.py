@@ -153,6 +153,12 @@ def test_credentials_do_not_show(url: str, shown: str) -> None:
     assert public_text(f"GET {url}: failed") == f"GET {shown}: failed"
 
 
+@pytest.mark.parametrize("url", ["jupyter://x/a.tar", "generic://x/a.tar", "dbfs://x/a.tar"])
+def test_a_store_that_needs_more_than_a_url_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match=f"{url.partition(':')[0]}://x/a.tar.*missing"):
+        open_stream(url)
+
+
 def test_retry_after() -> None:
     assert retry_after_s("7") == 7
     assert retry_after_s("Thu, 01 Jan 1970 00:01:40 GMT", now_s=40.0) == 60

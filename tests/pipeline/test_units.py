@@ -98,7 +98,7 @@ def test_closing_ends_the_waits_of_a_broken_read(site: Any) -> None:
     site.down = True
     units = Units([[site.url("0.tar", b"")]], retry=RetryPolicy(base_delay_s=86_400.0, max_delay_s=86_400.0))
     runs = units.read(0, 0, part=0, parts=1, index=0, offset=0)
-    site.asked.acquire()
+    assert site.asked.acquire(timeout=60)
     units.close()
     assert threads() == []
     with pytest.raises(UnitBrokenError, match="closed"):
