@@ -39,7 +39,7 @@ class Row:
     registers: int
     """A thread's."""
     spill_bytes: int
-    """Stored to and loaded from local memory, a thread's."""
+    """Local memory, a thread's: what did not fit its registers, and arrays that no register holds, which are as slow."""
     shared_bytes: int
     """A program's."""
     tensor_core_instructions: int
@@ -172,25 +172,19 @@ def compile_job(job: Job) -> tuple[Row, Details]:
 
 
 def _read(job: Job, built: Any, folder: Path, tools: Path, version: str) -> tuple[Row, Details]:
-    cubin, ptx = folder / "kernel.cubin", folder / "kernel.ptx"
+    cubin = folder / "kernel.cubin"
     cubin.write_bytes(built.asm["cubin"])
-    ptx.write_text(built.asm["ptx"])
     usage = _tool(tools / "cuobjdump", "--dump-resource-usage", cubin)
     code = Counter(_INSTRUCTION.findall(_tool(tools / "cuobjdump", "--dump-sass", cubin)))
 
     def count(pattern: str) -> int:
         return sum(n for name, n in code.items() if re.match(pattern, name))
 
-    spill_bytes = 0
-    if count(r"STL|LDL") or _field("STACK", usage):
-        said = _assemble(tools, job.arch, ptx)
-        # Local memory that ptxas does not call a spill is as slow as one.
-        spill_bytes = sum(int(n) for n in re.findall(r"(\d+) bytes spill", said)) or _field("STACK", usage)
     row = Row(
         kernel=job.name,
         arch=f"sm_{job.arch}",
         registers=_field("REG", usage),
-        spill_bytes=spill_bytes,
+        spill_bytes=_field("STACK", usage),
         shared_bytes=int(built.metadata.shared),
         tensor_core_instructions=count(_TENSOR_CORE[job.arch]),
         atomics=sum(n for name, n in code.items() if _ATOMIC.match(name)),
@@ -208,19 +202,6 @@ def _read(job: Job, built: Any, folder: Path, tools: Path, version: str) -> tupl
         source=job.source(),
     )
     return row, details
-
-
-def _assemble(tools: Path, arch: Arch, ptx: Path) -> str:
-    """What ptxas says of a kernel. Triton brings two, and 3.9 writes what only the newer one reads from sm_90 on, earlier versions from sm_100 on."""
-    arguments = ("-v", f"--gpu-name=sm_{arch}{'a' if arch >= 90 else ''}", ptx, "-o", os.devnull)
-    newer = tools / "ptxas-blackwell"
-    if arch == 90 and newer.exists():
-        try:
-            return _tool(tools / "ptxas", *arguments)
-        except RuntimeError as error:
-            if "Unsupported .version" not in str(error):
-                raise
-    return _tool(newer if arch >= 90 and newer.exists() else tools / "ptxas", *arguments)
 
 
 def _tool(*arguments: str | Path) -> str:

@@ -4,18 +4,16 @@ Anchors go by in slabs of a few megabytes; a slab's scores, losses and gradients
 before the next one, so memory is O(N * D) and nothing is recomputed backwards: one product for the scores and two for the gradients.
 RANKED is exact up to `EXACT_EDGES` attracting edges an anchor: P of them cost P passes over a slab, of one logarithm and one division each,
 because `softplus(s_n - s_p) = log(1 + e^(s_n - c) e^(c - s_p))` shares one exponential between the edges while the row's scores span less
-than 80. Where all repelling weights are equal (ambient pairs), they leave the passes: sums over negatives are plain sums.
+than 80; wider rows take one for each. Where all repelling weights are equal (ambient pairs), they leave the passes: sums over negatives are
+plain sums.
 
-More edges in fp32 on the CPU take cells: a row's scores are one-dimensional, and all that its negatives in a cell of width 1/4 are to any
-edge is the moments `sum v d^j`, j = 0 to 4, of their distances d from the cell's middle; an edge costs a pass over cells, not candidates.
-Taylor's rest is `|s| (1/8)^5 / 120` at most, s the sigmoid's fifth derivative: below 7e-8 of the row's weight, and 3e-7 of a value in the tails.
+More edges in fp32 on the CPU go by moments of scores in cells (`pair_cells_reference.py`), within fp32's rounding of the exact form.
 
 A vector shorter than `MIN_NORM` has no direction: it scores as the zero vector and gets no gradient.
 
 Shape suffixes: M anchors, N candidates, D width, B anchors of a slab, G temperature groups, E named pairs, K attracting pairs of an anchor.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -23,12 +21,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from treadle.kernels.pair_cells_reference import BLOCK_ELEMENTS, ranked_by_cells
+
 PairForm = Literal["sigmoid", "balanced", "ranked"]
 
 MIN_NORM = 1e-12
 EXACT_EDGES = 7
 """Attracting edges of an anchor up to which RANKED passes over all candidates for each."""
-CELLS_PER_UNIT, MOMENTS = 4.0, 5
+WIDEST_EXPONENT = 80.0
+"""e^80 is a number in float32, and log(1 + e^80) is 80 in either type."""
 SLAB_ELEMENTS = 2**19
 """Scores of a slab: 2 MiB in float32, which a core's cache holds while a dozen passes go over it."""
 
@@ -82,7 +83,8 @@ class PairRows:
         group_B1, self_B = self.group_M[first:end, None], self.self_M[first:end]
         repel_BN = torch.full((end - first, len(self.group_N)), self.ambient_weight, dtype=dtype, device=self.group_N.device)
         if self.ambient_weight:
-            repel_BN.masked_fill_((group_B1 == self.group_N) & (group_B1 != 0), 0.0)
+            if bool(group_B1.any()):
+                repel_BN.masked_fill_((group_B1 == self.group_N) & (group_B1 != 0), 0.0)
             present = (self_B >= 0).nonzero()[:, 0]
             repel_BN[present, self_B[present]] = 0.0
             if self.candidate_N is not None:
@@ -147,133 +149,67 @@ def _ranked(
 
     positive_KB = scores_BN.new_zeros(most, len(scores_BN))
     positive_KB[rank_E, rows_E] = scores_BN[rows_E, columns_E]
+    answer = None
     if most > EXACT_EDGES and scores_BN.dtype == torch.float32 and scores_BN.device.type == "cpu":
-        cells = _Cells.cut(scores_BN, repel_BN, level)
-        if cells is not None and _cells_are_cheaper(most, cells.count, scores_BN.shape[1]):
-            loss_B, gradient_BN, pulled_KB = _ranked_by_cells(cells, repel_BN, share_B1, positive_KB, weights_KB)
-            gradient_BN[rows_E, columns_E] = -(weights_KB * pulled_KB)[rank_E, rows_E]
-            return loss_B, gradient_BN
+        answer = ranked_by_cells(scores_BN, repel_BN, level, positive_KB, weights_KB, share_B1)
+    loss_B, gradient_BN, pulled_KB = answer or _ranked_exactly(scores_BN, repel_BN, level, positive_KB, weights_KB, share_B1)
+    gradient_BN[rows_E, columns_E] = -(weights_KB * pulled_KB)[rank_E, rows_E]
+    return loss_B, gradient_BN
 
-    low_B1, high_B1 = scores_BN.aminmax(dim=1, keepdim=True) if scores_BN.numel() else (total_B[:, None], total_B[:, None])
-    widest = float((high_B1 - low_B1).max()) if scores_BN.numel() else 0.0
+
+def _ranked_exactly(
+    scores_BN: Tensor, repel_BN: Tensor, level: float | None, positive_KB: Tensor, weights_KB: Tensor, share_B1: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `ranked_by_cells` computes, by a pass over the candidates for each edge; a few rows at a time, which stay in the cache."""
+    loss_B, gradient_BN, pulled_KB = scores_BN.new_zeros(len(scores_BN)), torch.zeros_like(scores_BN), torch.zeros_like(positive_KB)
+    rows = max(1, 2 * BLOCK_ELEMENTS // max(1, scores_BN.shape[1])) if scores_BN.device.type == "cpu" else max(1, len(scores_BN))
+    for first in range(0, len(scores_BN) if len(positive_KB) else 0, rows):
+        b = slice(first, first + rows)
+        arguments = (scores_BN[b], repel_BN[b], level, positive_KB[:, b], weights_KB[:, b], share_B1[b], gradient_BN[b])
+        loss_B[b], pulled_KB[:, b] = _ranked_block(*arguments)
+    return loss_B, gradient_BN, pulled_KB
+
+
+def _ranked_block(
+    scores_BN: Tensor, repel_BN: Tensor, level: float | None, positive_KB: Tensor, weights_KB: Tensor, share_B1: Tensor, slope_BN: Tensor
+) -> tuple[Tensor, Tensor]:
+    low_B1, high_B1 = scores_BN.amin(1, keepdim=True), scores_BN.amax(1, keepdim=True)
     middle_B1 = (low_B1 + high_B1) / 2
     # An absent pair stands in the row's middle: anywhere else, e^(c - s_p) could be infinite, and infinity times weight 0 is no number.
     positive_KB = torch.where(weights_KB > 0, positive_KB, middle_B1.T)
-    shared = widest <= (80.0 if scores_BN.dtype == torch.float32 else 600.0)
-    plain = shared and level is not None and 1e-3 <= level <= 1e3
-    loss_B = scores_BN.new_zeros(len(scores_BN))
-    slope_BN = torch.zeros_like(scores_BN)
-    pulled_KB = torch.zeros_like(positive_KB)
+    shared = float((high_B1 - low_B1).max()) <= WIDEST_EXPONENT
+    if level is not None:
+        # A pair that does not repel stands infinitely far below, so that no sum needs a weight.
+        scores_BN = scores_BN.masked_fill(repel_BN == 0, -torch.inf)
+    loss_B, pulled_KB = scores_BN.new_zeros(len(scores_BN)), torch.zeros_like(positive_KB)
     term_BN, other_BN, scratch_BN = torch.empty_like(scores_BN), torch.empty_like(scores_BN), torch.empty_like(scores_BN)
-    raised_BN = torch.exp(torch.sub(scores_BN, middle_B1, out=term_BN)) if shared and most else scores_BN
-    if plain and most:
-        # A pair that does not repel counts as one infinitely far below, so that no sum needs a weight.
-        raised_BN.mul_(repel_BN)
-        share_B1.mul_(level or 0.0)
+    raised_BN = torch.exp(scores_BN - middle_B1) if shared else scores_BN
 
     def total(x_BN: Tensor) -> Tensor:
-        return x_BN.sum(1) if plain else torch.mul(x_BN, repel_BN, out=scratch_BN).sum(1)
+        return x_BN.sum(1) if level is not None else torch.mul(x_BN, repel_BN, out=scratch_BN).sum(1)
 
-    for k in range(most):
+    for k in range(len(positive_KB)):
         weight_B1, positive_B1 = weights_KB[k][:, None], positive_KB[k][:, None]
         if shared:
-            lowered_B1 = torch.exp(middle_B1 - positive_B1)
-            torch.mul(raised_BN, lowered_B1 / level if plain and level else lowered_B1, out=term_BN)
+            torch.mul(raised_BN, torch.exp(middle_B1 - positive_B1), out=term_BN)
             torch.add(term_BN, 1.0, out=other_BN)
             term_BN.div_(other_BN)
             other_BN.log_()
         else:
             torch.sub(scores_BN, positive_B1, out=other_BN)
-            torch.sigmoid(other_BN, out=term_BN)
-            other_BN = _softplus(other_BN)
+            torch.clamp_max(other_BN, WIDEST_EXPONENT, out=term_BN).exp_()
+            torch.add(term_BN, 1.0, out=scratch_BN)
+            term_BN.div_(scratch_BN)
+            torch.maximum(scratch_BN.log_(), other_BN, out=other_BN)
         slope_BN.addcmul_(term_BN, weight_B1)
         pulled_KB[k] = total(term_BN)
         loss_B.addcmul_(total(other_BN), weights_KB[k])
-    loss_B.mul_(share_B1[:, 0])
-    pulled_KB.mul_(share_B1.T)
-    gradient_BN = slope_BN.mul_(share_B1)
-    if not plain:
-        gradient_BN.mul_(repel_BN)
-    gradient_BN[rows_E, columns_E] = -(weights_KB * pulled_KB)[rank_E, rows_E]
-    return loss_B, gradient_BN
-
-
-def _cells_are_cheaper(edges: int, cells: int, candidates: int) -> bool:
-    """By passes over a row's candidates and over its cells, on one core; and a row's terms stay within a few slabs of memory."""
-    return edges * cells <= SLAB_ELEMENTS and 40 * candidates + 20 * edges * cells < 7 * edges * candidates
-
-
-@dataclass(frozen=True, slots=True)
-class _Cells:
-    """The scores of each row's repelling pairs, cut into cells of one width."""
-
-    count: int
-    flat_X: Tensor
-    """int64 `[B * N]`: row and cell of each score, as one index."""
-    offset_BN: Tensor
-    """Distance from the middle of its cell, in cells."""
-    centre_BC: Tensor
-    """The score in the middle of each cell."""
-
-    @staticmethod
-    def cut(scores_BN: Tensor, repel_BN: Tensor, level: float | None) -> "_Cells | None":
-        """None where scores are not finite. Scores that do not repel and lie above all cells go to the last, where they have no weight."""
-        low_B1 = scores_BN.amin(1, keepdim=True)
-        place_BN = torch.sub(scores_BN, low_B1).mul_(CELLS_PER_UNIT)
-        # Places are positive, so that a product with the weights hides those that do not repel from the maximum.
-        high = float((place_BN * repel_BN).max()) / level if level else float(place_BN.where(repel_BN > 0, 0.0).max())
-        if not 0 <= high < 2**16:
-            return None
-        count = int(high) + 1
-        place_BN.clamp_max_(count * (1 - 2**-23))
-        row_B1 = torch.arange(len(scores_BN), device=scores_BN.device)[:, None]
-        flat_BN = place_BN.long().add_(row_B1 * count)
-        centre_C = (torch.arange(count, dtype=scores_BN.dtype, device=scores_BN.device) + 0.5) / CELLS_PER_UNIT
-        return _Cells(count, flat_BN.view(-1), place_BN.frac_().sub_(0.5), low_B1 + centre_C)
-
-
-def _ranked_by_cells(
-    cells: _Cells, repel_BN: Tensor, share_B1: Tensor, positive_KB: Tensor, weights_KB: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Per row `sum_p sum_n u v softplus(s_n - s_p)` and its gradient by negatives [B, N]; per edge `sum_n v sigmoid(s_n - s_p)`; all times
-    `share`."""
-    count, most, width = len(repel_BN), len(positive_KB), cells.count
-    # What a derivative of sigmoid counts for in Taylor's series, in units of a cell. Of two columns, one pulls an edge and the other adds
-    # to the loss, whose derivative sigmoid is. F counts softplus, sigmoid and four derivatives of it.
-    series_J = repel_BN.new_tensor([1 / (math.factorial(order) * CELLS_PER_UNIT**order) for order in range(MOMENTS)])
-    columns_B2FC = repel_BN.new_zeros(count, 2, MOMENTS + 1, width)
-    power_BN = repel_BN
-    for order in range(MOMENTS):
-        if order:
-            power_BN = torch.mul(power_BN, cells.offset_BN, out=None if order == 1 else power_BN)
-        sums_X = repel_BN.new_zeros(count * width).scatter_add_(0, cells.flat_X, power_BN.view(-1))
-        columns_B2FC[:, 0, order + 1] = columns_B2FC[:, 1, order] = sums_X.view(count, width) * share_B1 * series_J[order]
-    sums_B2K, slopes_BFC = repel_BN.new_empty(count, 2, most), repel_BN.new_empty(count, MOMENTS + 1, width)
-    rows = max(1, SLAB_ELEMENTS // (most * width * (MOMENTS + 1)))
-    for centre_AC, positive_AK, weight_AK, columns_A2FC, sums_A2K, slopes_AFC in zip(
-        *(torch.split(x, rows) for x in (cells.centre_BC, positive_KB.T, weights_KB.T, columns_B2FC, sums_B2K, slopes_BFC)), strict=True
-    ):
-        terms_AKFC = repel_BN.new_empty(len(centre_AC), most, MOMENTS + 1, width)
-        x_AKC = torch.sub(centre_AC[:, None], positive_AK[:, :, None])
-        integral, sigmoid, first, second, third, fourth = terms_AKFC.unbind(2)
-        if float(x_AKC.max()) < 80:
-            # A quarter of softplus's time.
-            torch.exp(x_AKC, out=integral).log1p_()
-        else:
-            integral.copy_(_softplus(x_AKC))
-        torch.sigmoid(x_AKC, out=sigmoid)
-        # Derivatives of s: s - s^2 = a, a (1 - 2 s) = b, a (1 - 6 a), b (1 - 12 a)
-        torch.addcmul(sigmoid, sigmoid, sigmoid, value=-1, out=first)
-        torch.addcmul(first, first, sigmoid, value=-2, out=second)
-        torch.addcmul(first, first, first, value=-6, out=third)
-        torch.addcmul(second, second, first, value=-12, out=fourth)
-        sums_A2K.copy_(torch.bmm(columns_A2FC.flatten(2), terms_AKFC.flatten(2).mT))
-        slopes_AFC.copy_(torch.bmm(weight_AK[:, None], terms_AKFC.flatten(2)).view_as(slopes_AFC))
-    slopes_JX = (slopes_BFC[:, 1:] * (series_J[:, None] * share_B1[:, :, None])).transpose(0, 1).reshape(MOMENTS, -1)
-    gradient_BN = slopes_JX[-1].index_select(0, cells.flat_X).view_as(repel_BN)
-    for slopes_X in slopes_JX[:-1].flip(0):
-        gradient_BN = slopes_X.index_select(0, cells.flat_X).view_as(repel_BN).addcmul_(gradient_BN, cells.offset_BN)
-    return (sums_B2K[:, 1] * weights_KB.T).sum(1), gradient_BN.mul_(repel_BN), sums_B2K[:, 0].T
+    if level is None:
+        slope_BN.mul_(repel_BN)
+    else:
+        share_B1 = share_B1 * level
+    slope_BN.mul_(share_B1)
+    return loss_B.mul_(share_B1[:, 0]), pulled_KB.mul_(share_B1.T)
 
 
 def _softplus(x: Tensor) -> Tensor:

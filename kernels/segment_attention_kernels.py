@@ -64,7 +64,8 @@ def _attention_fwd_kernel(
     m_m = o_m < P
     first = tl.load(spans_2P + o_m, mask=m_m, other=0)
     last = tl.load(spans_2P + P + o_m, mask=m_m, other=0)
-    low = tl.min(tl.where(last > first, first, P))
+    live = last > first
+    low = tl.min(tl.where(live, first, P))
     high = tl.max(last)
     b_q = tl.load(
         q + i_m.to(tl.int64) * stride_qp + i_h * stride_qh + o_r[:, None] * stride_qp + o_k[None, :], mask=m_m[:, None], other=0.0
@@ -81,17 +82,18 @@ def _attention_fwd_kernel(
         # [M, K] x [K, N]
         b_s = dot(b_q, tl.trans(b_k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32)) * scale
         own = (n + o_n[None, :] >= first[:, None]) & (n + o_n[None, :] < last[:, None])
-        # Finite, so that rows of no segment stay free of NaN.
+        # Finite, so that no row gives NaN. Until its first own key a row counts what it sees as ones, which `shrink` then makes zeros.
         b_s = tl.where(own, b_s, -1e30)
         higher = tl.maximum(top, tl.max(b_s, 1))
-        b_p = tl.where(own, tl.exp2(b_s - higher[:, None]), 0.0)
+        b_p = tl.exp2(b_s - higher[:, None])
         shrink = tl.exp2(top - higher)
         weight = weight * shrink + tl.sum(b_p, 1)
         b_v = tl.load(p_v + i_n * stride_vp, mask=m_n[:, None], other=0.0)
         # [M, N] x [N, K]
         acc = dot(narrow(b_p, v.dtype.element_ty), b_v, acc * shrink[:, None])
         top = higher
-    weight = tl.where(weight == 0.0, 1.0, weight)
+    weight = tl.where(live, weight, 1.0)
+    acc = tl.where(live[:, None], acc, 0.0)
     p_out = out + i_m.to(tl.int64) * stride_op + i_h * K + o_r[:, None] * stride_op + o_k[None, :]
     tl.store(p_out, narrow(acc / weight[:, None], out.dtype.element_ty), mask=m_m[:, None])
     tl.store(lse_HP + i_h * P + o_m, top + tl.log2(weight), mask=m_m)
@@ -253,8 +255,8 @@ _POINTERS = {name: "*bf16" for name in ("q", "k", "v", "out")}
 _ROWS = {"lse_HP": "*fp32", "delta_HP": "*fp32", "spans_2P": "*i32", "scale": "fp32", "scale_out": "fp32", "P": "i32"}
 _TILE_64 = {"BLOCK_M": 64, "BLOCK_N": 64}
 _WIDE = Settings({"BLOCK_M": 32, "BLOCK_N": 32}, warps=8, stages=1)
-# A multiprocessor of sm_90 holds four programs of 128 registers a thread, three of 168. From 3.9 on triton's code spills in 128.
-_FWD_REGISTERS = 128 if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 9) else 168
+# A multiprocessor holds four programs of 128 registers a thread, three of 168. On sm_90 the code of triton 3.9 spills in 128.
+_FWD_REGISTERS_90 = 128 if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 9) else 168
 
 SEGMENT_SPANS = declare(
     name="segment_spans",
@@ -270,8 +272,8 @@ ATTENTION_FWD = declare(
     kind="matrix",
     settings={
         80: Settings(_TILE_64, warps=4, stages=3),
-        90: Settings(_TILE_64, warps=4, stages=2, max_registers=_FWD_REGISTERS),
-        100: Settings(_TILE_64, warps=4, stages=3),
+        90: Settings(_TILE_64, warps=4, stages=2, max_registers=_FWD_REGISTERS_90),
+        100: Settings(_TILE_64, warps=4, stages=3, max_registers=168),
     },
     wide_settings=_WIDE,
     builds=(

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from treadle.kernels import pair_loss_reference
+from treadle.kernels.pair_cells_reference import RESOLUTIONS, Cells
 from treadle.kernels.pair_loss import NamedPairs, PairRows, pair_loss
 from treadle.kernels.pair_loss_reference import row_losses
 
@@ -24,35 +24,37 @@ def losses(
 ) -> tuple[Tensor, Tensor]:
     rows = torch.arange(len(scores)).repeat_interleave(columns.shape[1])
     attract = (rows, columns.reshape(-1), weights.reshape(-1).to(dtype))
-    return row_losses(scores.to(dtype), repel.to(dtype), attract, level, "ranked")
+    return row_losses(scores.to(dtype), repel.to(dtype, copy=True), attract, level, "ranked")
 
 
 @pytest.fixture
-def by_cells(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many cells each slab that went by cells had."""
-    counts: list[int] = []
-    real = pair_loss_reference._ranked_by_cells
+def by_cells(monkeypatch: pytest.MonkeyPatch) -> list[Cells]:
+    """How each slab that went by cells was cut."""
+    cut: list[Cells] = []
+    real = Cells.over
 
-    def counted(cells: pair_loss_reference._Cells, *rest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        counts.append(cells.count)
-        return real(cells, *rest)
+    def noted(span: float, candidates: int, edges: int) -> Cells | None:
+        cells = real(span, candidates, edges)
+        cut.extend([cells] if cells else [])
+        return cells
 
-    monkeypatch.setattr(pair_loss_reference, "_ranked_by_cells", counted)
-    return counts
+    monkeypatch.setattr(Cells, "over", noted)
+    return cut
 
 
-@pytest.mark.parametrize(("scale", "edges"), [(0.01, 20), (1.0, 20), (10.0, 20), (30.0, 20), (1.0, 100), (30.0, 100), (100.0, 100)])
+@pytest.mark.parametrize(
+    ("scale", "edges"), [(0.01, 20), (0.9, 20), (3.0, 20), (10.0, 20), (30.0, 20), (0.9, 100), (30.0, 100), (100.0, 100)]
+)
 @pytest.mark.parametrize("level", [None, 0.75])
-def test_as_close_to_the_exact_form_as_fp32_allows(scale: float, edges: int, level: float | None, by_cells: list[int]) -> None:
+def test_as_close_to_the_exact_form_as_fp32_allows(scale: float, edges: int, level: float | None, by_cells: list[Cells]) -> None:
     scores, repel, columns, weights = draw(scale, edges)
     if level is not None:
         repel = (repel > 0) * level
     loss, gradient = losses(scores, repel, columns, weights, torch.float32, level)
-    # A cell is 1/4 wide, and scores lie in [-scale, scale].
-    assert len(by_cells) == 1 and by_cells[0] <= 8 * scale + 1
+    assert len(by_cells) == 1 and by_cells[0].per_unit >= RESOLUTIONS[by_cells[0].moments]
     exact_loss, exact_gradient = losses(scores, repel, columns, weights, torch.float64, level)
     assert len(by_cells) == 1, "float64 stays exact"
-    # Sums of 3,000 fp32 terms (a few times 6e-8) and Taylor's rest (7e-8 of the row's weight, 3e-7 of a value in the tails).
+    # Sums of 3,000 fp32 terms (a few times 6e-8) and the polynomials' rest (2e-7 of the row's weight, 6e-7 of a value in the tails).
     torch.testing.assert_close(loss.double(), exact_loss, rtol=2e-6, atol=0)
     for attracts in (False, True):
         mask = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, columns, True) == attracts
@@ -60,7 +62,7 @@ def test_as_close_to_the_exact_form_as_fp32_allows(scale: float, edges: int, lev
         torch.testing.assert_close(gradient[mask].double(), exact, rtol=3e-6, atol=float(1e-6 * exact.abs().max()))
 
 
-def test_well_separated_rows_keep_their_relative_precision(by_cells: list[int]) -> None:
+def test_well_separated_rows_keep_their_relative_precision(by_cells: list[Cells]) -> None:
     """Every edge 25 above every negative: the loss is near e^-25, and right to fp32's own precision."""
     scores, repel, columns, weights = draw(0.5, 30)
     scores.scatter_(1, columns, 25.0)
@@ -70,7 +72,7 @@ def test_well_separated_rows_keep_their_relative_precision(by_cells: list[int]) 
     torch.testing.assert_close(loss.double(), exact, rtol=3e-6, atol=0)
 
 
-def test_scores_that_do_not_repel_lie_anywhere(by_cells: list[int]) -> None:
+def test_scores_that_do_not_repel_lie_anywhere(by_cells: list[Cells]) -> None:
     """They count for nothing, and do not stretch the cells where they lie above them, as an anchor's own score does."""
     scores, repel, columns, weights = draw(1.0, 20)
     apart = repel == 0
@@ -78,26 +80,26 @@ def test_scores_that_do_not_repel_lie_anywhere(by_cells: list[int]) -> None:
     expected = losses(scores, repel, columns, weights, torch.float32)
     scores[apart] += 500.0
     found = losses(scores, repel, columns, weights, torch.float32)
-    assert by_cells == [8, 8], "scores that repel span 2, and a cell 1/4"
+    assert len(by_cells) == 2 and by_cells[0] == by_cells[1]
     for mine, other in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, other, rtol=3e-6, atol=float(1e-6 * other.abs().max()))
 
 
 @pytest.mark.parametrize("height", [-3000.0, 3000.0])
-def test_edges_far_from_all_cells(height: float, by_cells: list[int]) -> None:
+def test_edges_far_from_all_negatives(height: float, by_cells: list[Cells]) -> None:
     """softplus is 0 below and the distance itself above; fp32 scores near 3,000 are multiples of 2^-12, so differences are exact to that."""
     scores, repel, columns, weights = draw(1.0, 20)
     scores.scatter_(1, columns, height)
     loss, gradient = losses(scores, repel, columns, weights, torch.float32)
     exact_loss, exact_gradient = losses(scores, repel, columns, weights, torch.float64)
-    # Cells start at a row's lowest score, so that edges 3,000 below would need more of them than they save.
-    assert bool(by_cells) == (height > 0) and gradient.isfinite().all()
+    assert not by_cells, "so many cells cost more than they save"
+    assert gradient.isfinite().all()
     torch.testing.assert_close(loss.double(), exact_loss, rtol=1e-6, atol=1e-30)
     torch.testing.assert_close(gradient.double(), exact_gradient, rtol=3e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize(("odd", "value"), [("nothing repels", 0.0), ("a score is no number", torch.nan), ("an infinite score", torch.inf)])
-def test_odd_rows(odd: str, value: float, by_cells: list[int]) -> None:
+def test_odd_rows(odd: str, value: float, by_cells: list[Cells]) -> None:
     scores, repel, columns, weights = draw(1.0, 20)
     if odd == "nothing repels":
         repel[:] = 0
@@ -111,7 +113,7 @@ def test_odd_rows(odd: str, value: float, by_cells: list[int]) -> None:
         assert not torch.isfinite(loss[3]) and torch.isfinite(loss[:3]).all()
 
 
-def test_rows_of_unlike_numbers_of_edges_and_slabs_that_stay_exact(by_cells: list[int]) -> None:
+def test_rows_of_unlike_numbers_of_edges_and_slabs_that_stay_exact(by_cells: list[Cells]) -> None:
     """One anchor with 40 edges takes its slab along; a row with few or no edges answers as it does alone."""
     scores, repel, columns, weights = draw(5.0, 40)
     rows = torch.cat([torch.zeros(40, dtype=torch.int64), torch.full((3,), 4)])
@@ -129,7 +131,7 @@ def test_rows_of_unlike_numbers_of_edges_and_slabs_that_stay_exact(by_cells: lis
     torch.testing.assert_close(losses_alone[0], loss[4], rtol=3e-6, atol=0)
 
 
-def test_through_vectors(by_cells: list[int]) -> None:
+def test_through_vectors(by_cells: list[Cells]) -> None:
     """The whole term in bags of 33 at inverse temperature 30: vectors' and temperature's gradients."""
     count, bag = 33 * 40, 33
     ids = torch.arange(count).view(-1, 1, bag).expand(-1, bag, -1)[:, ~torch.eye(bag, dtype=torch.bool)].reshape(-1)
@@ -147,3 +149,24 @@ def test_through_vectors(by_cells: list[int]) -> None:
     # Scores of up to 30 in fp32 are right to 30 * 2^-24 = 2e-6, and so are the losses' slopes.
     for mine, exact in zip(*found, strict=True):
         torch.testing.assert_close(mine.detach().double(), exact.detach(), rtol=0, atol=float(1e-5 * exact.detach().abs().max()))
+
+
+@pytest.mark.parametrize("level", [None, 0.75])
+@pytest.mark.parametrize("scale", [0.1, 30.0, 45.0, 150.0, 2000.0])
+def test_few_edges_pass_over_rows_of_any_width(scale: float, level: float | None, by_cells: list[Cells]) -> None:
+    """Rows that span more than 80 share no exponential; against the definition in float64."""
+    scores, repel, columns, weights = draw(scale, 5, anchors=8, candidates=300)
+    if level is not None:
+        repel = (repel > 0) * level
+    loss, gradient = losses(scores, repel, columns, weights, torch.float32, level)
+    assert not by_cells
+    wide = scores.double().requires_grad_()
+    share = weights.double() / weights.double().sum(1, keepdim=True)
+    difference = wide[:, None, :] - wide.gather(1, columns)[:, :, None]
+    terms = torch.logaddexp(difference, torch.zeros_like(difference)) * share[:, :, None] * repel.double()[:, None, :]
+    exact = terms.sum((1, 2)) / repel.double().sum(1)
+    (exact_gradient,) = torch.autograd.grad(exact.sum(), wide)
+    exact = exact.detach()
+    # e^(s - c) e^(c - p) is right to the rounding of its exponents: 2^-24 of the distance c - p, in the sums' largest terms.
+    torch.testing.assert_close(loss.double(), exact, rtol=2e-6, atol=1e-7)
+    torch.testing.assert_close(gradient.double(), exact_gradient, rtol=1e-5, atol=float(2e-6 * exact_gradient.abs().max()))
