@@ -217,7 +217,7 @@ def _convert_one(member: object, value: object, path: str) -> object:
             if value is choice or (isinstance(value, str) and value.strip().lower() == str(choice)):
                 return choice
         raise _Refused
-    if member is Path and isinstance(value, str | Path) and str(value):
+    if member is Path and isinstance(value, str | Path) and str(value) and "\0" not in str(value):
         return Path(value)
     if member is float and isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)

@@ -7,6 +7,7 @@ from typing import Literal
 
 from treadle.decoders.limits import DecodeOptions
 from treadle.model.config import LateInteraction, MeshOptions, TrainerConfig, require_number
+from treadle.pipeline.packer import MAX_WINDOW
 from treadle.pipeline.quarantine import Budget
 from treadle.pipeline.samples import Schema
 from treadle.shape import BatchShape, require_count, settle_numbers
@@ -79,7 +80,7 @@ class DataSettings:
         require_count("DataSettings", "shuffle_bytes", self.shuffle_bytes, 0, 2**63 - 1)
         Budget(max_quarantined=self.max_quarantined, quarantine_probation=self.quarantine_probation)
         require_count("DataSettings", "cache_bytes", self.cache_bytes, 1, 2**62)
-        require_count("DataSettings", "window", self.window, 1, 2**16)
+        require_count("DataSettings", "window", self.window, 1, MAX_WINDOW)
         require_count("DataSettings", "max_edges", self.max_edges, 0)
         for name, least, most in (("epochs", 1, 2**31 - 1), ("threads", 1, 4096), ("processes", 0, 4096)):
             if getattr(self, name) is not None:

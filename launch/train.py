@@ -55,7 +55,6 @@ def train_command(
 
 def _settings(config: Path | None, resume: Path | None, parameters: dict[str, Any]) -> tuple[RunSettings, Path | None]:
     from treadle.launch.training import CONFIG_NAME
-    from treadle.model.checkpoint_folder import find_checkpoint
 
     given = take_flags(RunSettings, parameters)
     by_name = {leaf.name: leaf for leaf in _leaves()}
@@ -64,7 +63,7 @@ def _settings(config: Path | None, resume: Path | None, parameters: dict[str, An
             given.append((by_name[name], parameters[short]))
     checkpoint = None
     if resume is not None:
-        checkpoint = find_checkpoint(resume)
+        checkpoint = _found(resume)
         if config is None:
             folder = checkpoint.parent.parent
             config = folder / CONFIG_NAME
@@ -75,8 +74,25 @@ def _settings(config: Path | None, resume: Path | None, parameters: dict[str, An
                 given.append((by_name["output"], str(folder)))
     settings = configuration(RunSettings, config, given)
     if checkpoint is None and settings.trainer.resume is not None:
-        checkpoint = find_checkpoint(Path(settings.trainer.resume))
+        checkpoint = _found(Path(settings.trainer.resume))
+    if settings.trainer.device is not None:
+        from treadle.model.device import pick_device
+
+        try:
+            pick_device("trainer.device", settings.trainer.device)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
     return settings, checkpoint
+
+
+def _found(path: Path) -> Path:
+    """The checkpoint that a path means."""
+    from treadle.model.checkpoint_folder import find_checkpoint
+
+    try:
+        return find_checkpoint(path)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 _SHORT = {
@@ -104,6 +120,8 @@ def _start(settings: RunSettings, checkpoint: Path | None, *, auto_resume: bool)
         checkpoint = _latest_of(settings.output) or checkpoint
     elif checkpoint is None:
         refuse_used(settings.output)
+    else:
+        refuse_older(checkpoint, settings.output)
     if role == "launcher":
         # Ranks look themselves, each time they start: a machine that comes back would else name an older checkpoint than the others.
         given = ["--auto-resume"] if auto_resume else ["--resume", str(checkpoint)] if checkpoint is not None else []
@@ -123,6 +141,23 @@ def refuse_used(output: Path) -> None:
     if any((output / FOLDER).glob("*.safetensors")):
         raise ConfigError(
             f"{output}: holds a run already: go on with `treadle train --resume {shlex.quote(str(output))}`, or choose another --output"
+        )
+
+
+def refuse_older(checkpoint: Path, output: Path) -> None:
+    """Refuses to go on from a checkpoint into a folder with newer ones, which a restart would take for this run's own.
+
+    Raises:
+        ConfigError: the folder holds a newer checkpoint.
+        StorageFileError: `checkpoint` is damaged.
+    """
+    from treadle.model.checkpoint_folder import saved_step
+
+    newest = _latest_of(output)
+    if newest is not None and saved_step(checkpoint) < saved_step(newest):
+        raise ConfigError(
+            f"{checkpoint}: is at step {saved_step(checkpoint)}, and the output folder {output} holds step {saved_step(newest)}: go on from "
+            f"that with `{resume_command(output)}`, or choose another --output to go on from the older one"
         )
 
 

@@ -9,6 +9,7 @@ The file comes first, whole, and then the names that point at it: killed at any 
 """
 
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from treadle.model.mesh import World
 from treadle.model.mesh_errors import raise_together
 from treadle.model.storage_errors import UnwritableFileError
 from treadle.model.storage_file import BEST_NAME
+from treadle.model.storage_header import read_header
 from treadle.pipeline.whole_file import link_or_copy, whole_file
 
 FOLDER = "checkpoints"
@@ -205,6 +207,18 @@ def find_checkpoint(path: str | Path) -> Path:
         raise ValueError(f"{path}: there is none: a run keeps a best only where held-out samples score it; last.safetensors is its newest")
     what = "holds no checkpoint" if path.is_dir() else "no such file or folder"
     raise ValueError(f"{path}: {what}: name a .safetensors checkpoint or the output folder of a run")
+
+
+def saved_step(path: Path) -> int:
+    """The step that a checkpoint's header tells; -1 where it tells none.
+
+    Raises:
+        StorageFileError: the file is cut or no safetensors file.
+    """
+    with path.open("rb") as file:
+        _, _, metadata = read_header(path, file, os.fstat(file.fileno()).st_size)
+    step = metadata.get("step", "")
+    return int(step) if step.isdecimal() else -1
 
 
 def _step_files(folder: Path) -> list[Path]:

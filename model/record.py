@@ -19,6 +19,7 @@ from treadle.model.accumulate import (
     WeightedAccumulationState,
     WeightedGradientsAccumulator,
 )
+from treadle.model.device import pick_device
 from treadle.model.mesh import World, joined_world
 from treadle.model.record_contract import TrainableParameterContract
 from treadle.model.record_core import (
@@ -271,7 +272,7 @@ class TrainingRecord(_Record):
             device: where its model, optimizer and gradients are kept; a restore puts them where it is told.
 
         Raises:
-            ValueError: the file is missing, damaged, newer or of another kind; the message says which.
+            ValueError: the file is missing, damaged, newer or of another kind, or there is no such device; the message says which.
         """
         return cls(_read(path, _FORM, device))
 
@@ -417,6 +418,8 @@ class ModelStateTrainingRecord(_Record):
         state: object,
         blocking: bool = True,
     ) -> Snapshot:
+        if not isinstance(cast(object, contract), TrainableParameterContract):
+            raise ValueError(f"contract is a {type(contract).__name__}: TrainableParameterContract.capture(model) makes one")
         contract.validate(model)
         snapshot = take(kind, model, optimizer, scheduler, accumulator, state, chosen=_chosen(contract), blocking=blocking)
         snapshot.structure["contract"] = contract.to_json()
@@ -486,12 +489,12 @@ def _chosen(contract: TrainableParameterContract) -> Chosen:
 
 
 def _read(path: str | Path, form: Form, device: torch.device | str) -> Snapshot:
+    where = pick_device("device", device)
     snapshot = read_snapshot(path, form)
     try:
         check_dtypes(snapshot)
     except ValueError as error:
         raise DamagedFileError(path, f"is no whole record: {error}") from error
-    where = torch.device(device)
     if where.type != "cpu":
         snapshot.tensors = {name: t if ".state." in name else t.to(where) for name, t in snapshot.tensors.items()}
     return snapshot

@@ -21,6 +21,7 @@ from treadle.model.accumulate import (
     WeightedGradientsAccumulator,
     check_gradients,
 )
+from treadle.model.device import pick_device
 from treadle.model.mesh import World
 from treadle.model.record_file import PRECISIONS, Form, Snapshot, device_copy, host_copy
 from treadle.model.record_parts import (
@@ -276,9 +277,8 @@ def put_back(
     structure, kind = snapshot.structure, snapshot.structure["kind"]
     recorded = {name: snapshot.tensors[f"model.{name}"] for name in structure["model"]["dtypes"]}
     found, ties = _model_tensors(model, chosen)
-    where = next((p.device for p in model.parameters()), torch.device("cpu")) if place.device is None else torch.device(place.device)
-    if place.device is not None and where.type == "meta":
-        raise ValueError("device is meta: tensors there have no values to restore")
+    held = next((p.device for p in model.parameters()), torch.device("cpu"))
+    where = held if place.device is None else pick_device("device", place.device)
     reader = ValueReader(snapshot.tensors, where)
     extra = reader.read(structure["model"]["extra"])
     differences = model_differences(structure["model"], recorded, found, ties)

@@ -8,7 +8,7 @@ class StorageFileError(ValueError):
     """A file that cannot be read or written; the message names the path, what is wrong and what to do."""
 
     def __init__(self, path: str | Path, detail: str) -> None:
-        super().__init__(f"{path}: {detail}")
+        super().__init__(f"{str(path) or 'the path'}: {detail}")
         self.path = str(path)
         self.detail = detail
 

@@ -8,6 +8,7 @@ The safetensors package does neither half: its writer takes all tensors on the h
 a stop; its reader maps the file, so that one that shrinks kills the process, and tells a cut file and a damaged one by the same message.
 """
 
+import errno
 import io
 import os
 import stat
@@ -59,20 +60,19 @@ def write_tensors(
     Tensors may share storage and lie on any device; they are brought to the host one at a time.
 
     Raises:
-        UnwritableFileError: the folder is missing or read-only, or the disk is full. The file that was there is untouched.
+        UnwritableFileError: `path` names no file, its folder is missing or read-only, or the disk is full. What was there is untouched.
         ValueError: a tensor's type has no safetensors name, or the metadata passes the format's header limit.
     """
     entries = place_tensors(tensors)
     header = make_header(entries, metadata)
-    if os.path.isdir(path):
-        raise UnwritableFileError(path, "is a folder: name a file in it")
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise UnwritableFileError(path, "is a device or a pipe, which a rename would replace: name a file")
     try:
         with whole_file(path) as file:
             _write_body(file, header, entries, tensors, on_tensor)
     except OSError as error:
-        raise _unwritable(path, error) from error
+        why = error.strerror or str(error)
+        if error.errno not in (errno.EISDIR, errno.EINVAL, errno.ENOENT):  # those say what to do
+            why = f"{why.lower()}; what was there before is untouched. Free space or choose another folder"
+        raise UnwritableFileError(path, f"cannot be written: {why}") from error
 
 
 def tensors_to_bytes(tensors: Mapping[str, Tensor | np.ndarray], metadata: Mapping[str, str]) -> bytes:
@@ -104,9 +104,8 @@ def read_tensors(
         with _opened(path) as file:
             return _read(path, file, os.fstat(file.fileno()).st_size, kind, version, on_tensor)
     except FileNotFoundError as error:
-        raise MissingFileError(path, f"there is no such file; {_what_there_is(Path(path))}") from error
-    except IsADirectoryError as error:
-        raise StorageFileError(path, "is a folder: name the file in it") from error
+        there = f"a link to {os.readlink(path)}, which is not there" if os.path.islink(path) else "no such file"
+        raise MissingFileError(path, f"there is {there}; {_what_there_is(Path(path))}") from error
     except OSError as error:
         raise StorageFileError(path, f"cannot be read: {error.strerror or error}") from error
 
@@ -157,9 +156,14 @@ def _what_there_is(path: Path) -> str:
 
 
 def _opened(path: str | Path) -> BinaryIO:
-    # A pipe would wait for a writer that may never come.
-    if stat.S_ISFIFO(os.stat(path).st_mode):
-        raise StorageFileError(path, "is a pipe: a file is needed, whose size is known")
+    if "\0" in os.fspath(path):
+        raise StorageFileError(path, "the name holds a zero byte: name a file")
+    mode = os.stat(path).st_mode
+    if stat.S_ISDIR(mode):
+        raise StorageFileError(path, "is a folder: name the file in it")
+    if not stat.S_ISREG(mode):
+        # A pipe would wait for a writer that may never come.
+        raise StorageFileError(path, "is a pipe, a device or a socket: a file is needed, whose size is known")
     return open(path, "rb")
 
 
@@ -233,13 +237,3 @@ def _fill(path: str | Path, file: BinaryIO, offset: int, buffer: memoryview) -> 
             raise TruncatedFileError(path, "shrank while it was read; use another copy")
         at += count
     return zlib.crc32(buffer)
-
-
-def _unwritable(path: str | Path, error: OSError) -> UnwritableFileError:
-    folder = Path(path).parent
-    why = (
-        f"there is no folder {folder}"
-        if isinstance(error, FileNotFoundError) and not folder.is_dir()
-        else (error.strerror or str(error)).lower()
-    )
-    return UnwritableFileError(path, f"cannot be written: {why}; what was there before is untouched. Free space or choose another folder")

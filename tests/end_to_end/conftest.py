@@ -1,16 +1,20 @@
-"""A small four-modality dataset, a tower of one block, and ways to run the command line on them."""
+"""A small four-modality dataset, a smaller one of texts, towers of one block, and ways to run the command line on them."""
 
+import io
 import logging
 import os
 import signal
 import subprocess
 import sys
+import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 
 from treadle.launch.cli import main
 from treadle.launch.demo_data import DatasetPlan, write_dataset
@@ -47,6 +51,62 @@ window = 2
 [held_out]
 sources = "{shards}/held-out-*.tar"
 """
+
+TEXT_CONFIG = """
+save_every = 1
+keep = 2
+log_every = 1
+[trainer]
+depth = 1
+hidden = 128
+device = "cpu"
+objective = "joint"
+batch = {{ max_rows_per_device = 2, max_segments_per_device = 8, max_columns_per_row = 64 }}
+schedule = {{ steps = {steps}, learning_rate = 0.001, warmup_steps = 1 }}
+[data]
+sources = "{folder}/shard-*.tar"
+lanes = 4
+shuffle = 8
+threads = 1
+processes = 0
+"""
+
+
+@pytest.fixture(scope="session")
+def text_run() -> Callable[[Path, int, str], Path]:
+    """`text_run(folder, steps, tables)` writes shards of questions and answers and a run on them that saves every step; answers its TOML file."""
+
+    def write(folder: Path, steps: int, tables: str) -> Path:
+        for shard in range(4):
+            with tarfile.open(folder / f"shard-{shard}.tar", "w") as tar:
+                for sample in range(40):
+                    for field, text in (("a.txt", f"question {sample} of {shard}"), ("b.txt", f"answer {sample * 7} to {shard}")):
+                        info = tarfile.TarInfo(f"{sample:03d}.{field}")
+                        info.size = len(text)
+                        tar.addfile(info, io.BytesIO(text.encode()))
+        path = folder / "run.toml"
+        path.write_text(TEXT_CONFIG.format(steps=steps, folder=folder) + tables)
+        return path
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def check_same_end() -> Callable[[Path, Path, int], None]:
+    """`check_same_end(output, other, steps)`: two runs of two ranks ended after so many steps, with the same last checkpoint."""
+
+    def tensors(output: Path, steps: int) -> dict[str, np.ndarray]:
+        with safe_open(output / "checkpoints/last.safetensors", "np") as file:
+            assert file.metadata()["step"] == str(steps) and file.metadata()["world_size"] == "2"
+            return {name: file.get_tensor(name) for name in file.keys()}
+
+    def check(output: Path, other: Path, steps: int) -> None:
+        found, expected = tensors(output, steps), tensors(other, steps)
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+    return check
 
 
 @pytest.fixture(scope="session")

@@ -28,3 +28,17 @@ def test_the_packer_alone_trains_a_model_of_the_users_own(tmp_path: Path) -> Non
     assert min(fills) > 95
     with Image.open(picture) as drawn:
         assert drawn.size[0] > 200
+
+
+def test_a_loop_that_is_stopped_three_times_ends_with_the_same_weights() -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", str(ROOT / "examples/records.py")],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    pending = [int(count) for count in re.findall(r"resumed at micro-batch \d+, (\d+) pending gradients", done.stdout)]
+    assert len(pending) == 3 and max(pending) > 0, "a stop within an accumulation window is what records are for"
+    assert "the weights are the same" in done.stdout

@@ -11,8 +11,23 @@ from click.testing import CliRunner
 
 from treadle.launch import cli
 from treadle.launch.cli import COMMANDS, main, one_line, treadle
+from treadle.model.storage_file import write_tensors
 
 SHAPE = ("--batch.max_rows_per_device", "1", "--batch.max_segments_per_device", "4", "--batch.max_columns_per_row", "64")
+
+
+RUN = (
+    *("--output", "run", "--data.packed", "packed", "--trainer.depth", "1", "--trainer.hidden", "128", "--steps", "3"),
+    *(
+        "--trainer.batch.max_rows_per_device",
+        "1",
+        "--trainer.batch.max_segments_per_device",
+        "4",
+        "--trainer.batch.max_columns_per_row",
+        "64",
+    ),
+)
+"""Of a training run that is never reached."""
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -80,6 +95,9 @@ def test_python_m_is_the_command() -> None:
         (["train", "--output", "x", "--trainer.depth", "two"], "trainer.depth is 'two': it must be an integer"),
         (["train", "--output", "x", "--trainer.optimizer.beta1", "2"], "it must lie between 0 and 1"),
         (["train", "--trainer.contrastive.pair_loss", "rnaked"], "must be one of derived, balanced, ranked, sigmoid"),
+        (["train", "--resume", "none"], "none: no such file or folder: name a .safetensors checkpoint or the output folder of a run"),
+        (["train", *RUN, "--trainer.resume", "nothing"], "nothing: no such file or folder"),
+        (["train", *RUN, "--trainer.device", "cuda:99"], "trainer.device is 'cuda:99': this process sees"),
         (["pack", "--out", "p"], "there is nothing to pack"),
         (["pack", "s.tar", "--out", "p", "--data.threads", "5000", *SHAPE], "threads is 5000: it must lie between 1 and 4096"),
         (["pack", "s.tar", "--out", "p", "--data.lanes", "65537", *SHAPE], "lanes is 65537: it must lie between 0 and 65536"),
@@ -110,7 +128,6 @@ def test_wrong_usage_is_exit_2_and_one_line(
         (["evaluate", "none", "s.tar"], "none: no such file or folder: name a .safetensors checkpoint or the output folder of a run"),
         (["evaluate", ".", "s.tar"], ".: holds no checkpoint"),
         (["encode", "none", "a.png", "--out", "v.npy"], "none: no such file or folder"),
-        (["train", "--resume", "none"], "none: no such file or folder"),
         (["inspect", "none-*.tar"], "none-*.tar"),
         (["inspect", "."], "folder"),
     ],
@@ -126,6 +143,27 @@ def test_failures_are_exit_1_and_one_line(
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("named", ["step-00000002.safetensors", "elsewhere"])
+def test_an_older_checkpoint_does_not_go_on_among_newer_ones(
+    named: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A restart would take the newer ones for this run's own."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "run" / "checkpoints"
+    folder.mkdir(parents=True)
+    for step in (2, 5):
+        write_tensors(folder / f"step-{step:08d}.safetensors", {}, {"step": str(step)})
+    (folder / "LATEST").write_text("step-00000005.safetensors\n")
+    old = folder / named
+    if named == "elsewhere":
+        old = (folder / "step-00000002.safetensors").rename(tmp_path / "moved.safetensors")
+    (tmp_path / "c.toml").touch()
+    code, _, err = run(capsys, "train", "c.toml", *RUN, "--resume", str(old))
+    assert code == 2 and err.count("\n") == 1
+    assert "is at step 2, and the output folder run holds step 5: go on from that with `treadle train --resume run`" in err
+    assert sorted(os.listdir(tmp_path / "run")) == ["checkpoints"]
+
+
 def test_hyphens_and_underscores_are_one(capsys: pytest.CaptureFixture[str]) -> None:
     for flag in ("--held_out.best_by", "--held-out.best-by"):
         code, _, err = run(capsys, "train", flag, "luck")
@@ -137,7 +175,7 @@ def test_debug_shows_the_traceback_wherever_it_stands(capsys: pytest.CaptureFixt
     monkeypatch.setenv(cli.DEBUG_VARIABLE, "")
     for arguments in (["--debug", "train", "--resume", "none"], ["train", "--resume", "none", "--debug"]):
         code, _, err = run(capsys, *arguments)
-        assert code == 1
+        assert code == 2
         assert "Traceback" in err and err.rstrip().splitlines()[-1].startswith("treadle: none: no such file")
         monkeypatch.setenv(cli.DEBUG_VARIABLE, "")
 

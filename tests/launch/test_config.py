@@ -335,6 +335,14 @@ def test_missing_fields_say_how_to_give_them() -> None:
 def test_a_range_is_refused_with_its_table() -> None:
     with pytest.raises(ConfigError, match=r"trainer: TrainerConfig.hidden is 100: it must lie between 128"):
         build(RunSettings, merged(minimal(), {"trainer": {"hidden": 100}}))
+    with pytest.raises(ConfigError, match=r"data: DataSettings.window is 1025: it must lie between 1 and 1024"):
+        build(RunSettings, merged(minimal(), {"data": {"window": 1025}}))
+
+
+def test_a_path_that_no_file_system_takes_is_refused() -> None:
+    for path in ("", "a\0b"):
+        with pytest.raises(ConfigError, match=r"output is .*: it must be a path"):
+            build(RunSettings, minimal() | {"output": path})
 
 
 @pytest.mark.parametrize(

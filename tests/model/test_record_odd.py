@@ -1,4 +1,4 @@
-"""Records of models, optimizers and values off the beaten path: each once went wrong."""
+"""Records of models, optimizers and values off the beaten path."""
 
 import asyncio
 import os
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler as schedules
 
 from treadle.model.accumulate import GradientsAccumulator, WeightedGradientsAccumulator
-from treadle.model.record import TrainableParameterContract, TrainingRecord
+from treadle.model.record import ModelStateTrainingRecord, TrainableParameterContract, TrainingRecord
 from treadle.model.storage_errors import UnwritableFileError
 
 torch.set_num_threads(1)
@@ -205,7 +205,7 @@ def test_a_pipe_is_not_replaced(tmp_path: Path) -> None:
     model = nn.Linear(1, 1)
     record = TrainingRecord.capture(model, torch.optim.SGD(model.parameters(), 0.1), None, GradientsAccumulator(), None)
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(UnwritableFileError, match="a device or a pipe"):
+    with pytest.raises(UnwritableFileError, match="is a device, a pipe or a socket"):
         record.save(tmp_path / "pipe")
     assert (tmp_path / "pipe").is_fifo()
 
@@ -235,12 +235,23 @@ def test_a_state_that_a_module_does_not_take_changes_no_other_module() -> None:
     assert (first.counted, last.counted) == ({"count": 3}, {"count": 4})
 
 
-def test_a_restore_to_a_device_without_values_is_refused() -> None:
+def test_what_is_no_contract_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    contract: Any = None
+    with pytest.raises(ValueError, match=r"contract is a NoneType: TrainableParameterContract\.capture"):
+        ModelStateTrainingRecord.capture(model, torch.optim.SGD(model.parameters()), None, GradientsAccumulator(), contract, None)
+
+
+@pytest.mark.parametrize("device", ["meta", "tpu", "cuda:99"])
+def test_a_device_without_values_or_that_is_not_there_is_refused(device: str, tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters())
     record = TrainingRecord.capture(model, optimizer, None, GradientsAccumulator(), None)
-    with pytest.raises(ValueError, match="device is meta"):
-        record.restore(model, optimizer, None, "meta")
+    record.save(tmp_path / "a")
+    with pytest.raises(ValueError, match=f"^device is '{device}'"):
+        record.restore(model, optimizer, None, device)
+    with pytest.raises(ValueError, match=f"^device is '{device}'"):
+        TrainingRecord.load(tmp_path / "a", device)
     assert model.weight.device.type == "cpu"
 
 

@@ -335,9 +335,46 @@ def test_a_pipe_is_no_file_and_nobody_waits_for_its_writer(tmp_path: Path) -> No
         read_tensors(tmp_path / "pipe")
 
 
-def test_a_name_that_no_folder_takes_is_told(tmp_path: Path) -> None:
-    with pytest.raises(UnwritableFileError, match="cannot be written: file name too long"):
-        write_tensors(tmp_path / ("x" * 300), {}, {})
+@pytest.mark.parametrize(
+    ("name", "written", "read"),
+    [
+        ("x" * 300, "file name too long", "File name too long"),
+        ("a\0b", "the name holds a zero byte", "the name holds a zero byte"),
+        ("new/", "is a folder: name a file in it", "there is no such file"),
+        ("file/", "is a folder: name a file in it", "Not a directory"),
+        ("file/a", "not a directory", "Not a directory"),
+        ("folder", "is a folder: name a file in it", "is a folder: name the file in it"),
+        ("pipe", "is a device, a pipe or a socket", "is a pipe, a device or a socket"),
+        ("none/a", "there is no folder .*none", "there is no such file"),
+        ("dangling", "there is no folder .*gone", "there is a link to gone/a, which is not there"),
+        ("loop", "too many levels of symbolic links", "Too many levels of symbolic links"),
+    ],
+)
+def test_a_name_that_takes_no_file_is_told_and_leaves_nothing(name: str, written: str, read: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("old")
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "dangling").symlink_to("gone/a")
+    (tmp_path / "loop").symlink_to("loop")
+    before = sorted(os.listdir(tmp_path))
+    with pytest.raises(UnwritableFileError, match=f"cannot be written: {written}"):
+        write_tensors(f"{tmp_path}/{name}", {}, {})
+    with pytest.raises(StorageFileError, match=read):
+        read_tensors(f"{tmp_path}/{name}")
+    assert sorted(os.listdir(tmp_path)) == before and (tmp_path / "file").read_text() == "old"
+
+
+def test_a_name_of_nothing_is_told() -> None:
+    with pytest.raises(UnwritableFileError, match="the path: cannot be written: the name is empty"):
+        write_tensors("", {}, {})
+    with pytest.raises(MissingFileError, match="the path: there is no such file"):
+        read_tensors("")
+
+
+def test_a_link_to_a_file_that_is_not_there_yet_makes_it(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("a")
+    write_tensors(tmp_path / "link", {}, {})
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "a").is_file()
 
 
 def test_a_read_only_folder_is_named(tmp_path: Path) -> None:
