@@ -1,19 +1,26 @@
 """Claim: ShardStream decodes the stamps at 0.95 of a bare decode loop's rate, and at 2.5 times the rate of the loader a user would write.
 
-Over the same shards (examples/stamps/build.py), in turns, samples/s, two workers each, start-up included:
-  ShardStream   shards -> samples -> decoded items -> packed batches, in two processes or two threads (what is derived)
-  bare          the same items, already in memory, decoded by the same decoders in two processes or two threads that do nothing else
-  ..., trusted  the same with `isolate=False`: FFmpeg works in the processes themselves, as it does for the webdataset loader, and not in
-                one of its own that it may take down
+Over the same shards (examples/stamps/build.py), in turns, samples/s, two workers each:
+  ShardStream   shards -> samples -> decoded items -> packed batches, in two processes (what is derived) or two threads
+  bare          the same items, already in memory, decoded by the same decoders in two processes or threads that do nothing else
+  ..., trusted  the same with `isolate=False`: FFmpeg works in the processes themselves, as it does in ShardStream's own, which it may take
+                down and which are started again, and in the webdataset loader's
   webdataset    webdataset + Pillow + soundfile + torchaudio's default resampler in a DataLoader with two worker processes
+
+`samples` is the rate of a whole run of `--epochs` passes, start-up included: ShardStream starts two interpreters and imports what decodes,
+the others fork. `sustained samples` is the rate without that: the samples that a run has more than one of a single pass, by the time that
+it takes more.
 
     python benchmarks/bench_ingest.py --shards shards
 """
 
 import argparse
 import io
+import json
 import multiprocessing
-from collections.abc import Mapping
+import os
+import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -113,39 +120,68 @@ def webdataset_samples(shards: list[str], epochs: int) -> int:
     return sum(len(batch) for batch in loader)
 
 
+def warm_up(shards: list[str], samples: list[list[tuple[Modality, bytes]]]) -> None:
+    """What only the first run would pay: imports in this process, which the others fork, and byte code, which an installed package has."""
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    stream_samples(shards[:1], 1, processes=WORKERS)
+    decode_all(samples[:50])
+    names = {Modality.IMAGE: "png", Modality.TEXT: "txt", Modality.AUDIO: "ogg"}
+    decode_as_a_user_would({names[modality]: data for modality, data in samples[0]})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shards", type=Path, default=Path("shards"), help="folder that examples/stamps/build.py wrote [shards]")
-    parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--epochs", type=int, default=2, help="passes over the shards in one turn [2]")
+    parser.add_argument("--repetitions", type=int, default=1, help="turns of this call [1]")
+    parser.add_argument("--epochs", type=int, default=2, help="passes over the shards in one run, from 2 on [2]")
+    parser.add_argument("--full", action="store_true", help="threads too, and processes that isolate nothing")
+    parser.add_argument("--turns", type=Path, help="JSON file of turns from earlier calls, added to: rows are made of all of them")
     arguments = parser.parse_args()
     shards = [str(path) for path in sorted(arguments.shards.glob("train-*.tar"))]
     if not shards:
         parser.error(f"no train-*.tar in {arguments.shards}: build them with examples/stamps/build.py")
+    if arguments.epochs < 2:
+        parser.error(f"--epochs is {arguments.epochs}: it must be at least 2, of which one is start-up's")
     torch.set_num_threads(1)
     samples = load_items(shards)
+    warm_up(shards, samples)
+    cases: dict[str, Callable[[int], int]] = {
+        "ShardStream, processes": lambda epochs: stream_samples(shards, epochs, processes=WORKERS),
+        "bare, processes": lambda epochs: bare_processes(samples, epochs),
+        "bare, processes, trusted": lambda epochs: bare_processes(samples, epochs, TRUSTED),
+        "webdataset": lambda epochs: webdataset_samples(shards, epochs),
+    }
+    pairs = [("ShardStream, processes", baseline) for baseline in ("bare, processes", "bare, processes, trusted", "webdataset")]
+    if arguments.full:
+        cases |= {
+            "ShardStream, threads": lambda epochs: stream_samples(shards, epochs, threads=WORKERS),
+            "bare, threads": lambda epochs: bare_threads(samples, epochs),
+        }
+        pairs += [("ShardStream, threads", baseline) for baseline in ("bare, threads", "webdataset")]
     epochs = arguments.epochs
-    decode_all(samples[:50])  # imports, caches
-    rates = record.in_turns(
-        {
-            "ShardStream, processes": lambda: stream_samples(shards, epochs, processes=WORKERS),
-            "bare, processes": lambda: bare_processes(samples, epochs),
-            "ShardStream, threads": lambda: stream_samples(shards, epochs, threads=WORKERS),
-            "bare, threads": lambda: bare_threads(samples, epochs),
-            "ShardStream, processes, trusted": lambda: stream_samples(shards, epochs, processes=WORKERS, options=TRUSTED),
-            "bare, processes, trusted": lambda: bare_processes(samples, epochs, TRUSTED),
-            "webdataset": lambda: webdataset_samples(shards, epochs),
-        },
-        arguments.repetitions,
-    )
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in cases}
+    if arguments.turns is not None and arguments.turns.exists():
+        seconds |= json.loads(arguments.turns.read_text())
+    for _ in range(arguments.repetitions):
+        for name, run in cases.items():
+            taken: list[float] = []
+            for passes in (1, epochs):
+                begun = time.perf_counter()
+                assert run(passes) == passes * len(samples), name
+                taken.append(time.perf_counter() - begun)
+            seconds[name].append((taken[0], taken[1]))
+        if arguments.turns is not None:
+            arguments.turns.write_text(json.dumps(seconds))
     shape = {"samples": len(samples), "epochs": epochs, "workers": WORKERS, "rows": 64, "columns": 1024}
-    for name, values in rates.items():
-        record.append(record.Row(op="ingest", impl=name, shape=shape, metric="samples", unit="1/s", values=values))
-    for kind in ("processes", "threads", "processes, trusted"):
-        name = f"ShardStream, {kind}"
-        for baseline in (f"bare, {kind}", "webdataset"):
+    cold = {name: [epochs * len(samples) / long for _, long in times] for name, times in seconds.items()}
+    sustained = {name: [(epochs - 1) * len(samples) / (long - short) for short, long in times] for name, times in seconds.items()}
+    for prefix, rates in (("", cold), ("sustained ", sustained)):
+        for name in cases:
+            record.append(record.Row(op="ingest", impl=name, shape=shape, metric=f"{prefix}samples", unit="1/s", values=rates[name]))
+        for name, baseline in pairs:
             values = record.ratios(rates[name], rates[baseline])
-            record.append(record.Row(op="ingest", impl=name, baseline=baseline, shape=shape, metric="rate ratio", unit="x", values=values))
+            metric = f"{prefix}rate ratio"
+            record.append(record.Row(op="ingest", impl=name, baseline=baseline, shape=shape, metric=metric, unit="x", values=values))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ run here: its dataset folder is prepared by an interactive tool.
 """
 
 import argparse
+import gc
+import multiprocessing
 import os
 import tarfile
 import tempfile
@@ -154,10 +156,18 @@ def _split(data: bytes) -> dict[str, bytes]:
 PEERS = {"MosaicML": ("streaming", mosaicml), "LitData": ("litdata", litdata), "SPDL": ("spdl", spdl), "Grain": ("grain", grain)}
 
 
+def settle() -> None:
+    """Waits for processes that the case before has left to end, or they would take their time from the next."""
+    gc.collect()
+    for child in multiprocessing.active_children():
+        child.join(30)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shards", type=Path, default=Path("shards"), help="folder that examples/stamps/build.py wrote [shards]")
     parser.add_argument("--repetitions", type=int, default=2)
+    parser.add_argument("--only", nargs="+", choices=sorted(PEERS), default=sorted(PEERS), help="which of them [all]")
     arguments = parser.parse_args()
     shards = [str(path) for path in sorted(arguments.shards.glob("train-*.tar"))]
     if not shards:
@@ -165,10 +175,12 @@ def main() -> None:
     os.environ["TREADLE_STAMPS"] = str(arguments.shards)
     torch.set_num_threads(1)
     samples = bench_ingest.load_items(shards) * EPOCHS
-    bench_ingest.decode_all(samples[:50])  # imports, caches
+    bench_ingest.warm_up(shards, samples)
     with tempfile.TemporaryDirectory() as folder:
         cases: dict[str, Callable[[], float]] = {"ShardStream": lambda: bench_ingest.stream_samples(shards, EPOCHS, processes=WORKERS)}
         for name, (module, make) in PEERS.items():
+            if name not in arguments.only:
+                continue
             if find_spec(module) is None:
                 print(f"peers: {name} is left out: {module} is not installed")
                 continue
@@ -179,7 +191,7 @@ def main() -> None:
                 print(f"peers: {name} is left out: {type(error).__name__}: {error}")
                 continue
             cases[name] = run
-        rates = record.in_turns(cases, arguments.repetitions)
+        rates = record.in_turns(cases, arguments.repetitions, before=settle)
     shape = {"samples": len(samples), "workers": WORKERS}
     for name, values in rates.items():
         record.append(record.Row(op="peers", impl=name, shape=shape, metric="samples", unit="1/s", values=values))
