@@ -7,7 +7,7 @@ because `softplus(s_n - s_p) = log(1 + e^(s_n - c) e^(c - s_p))` shares one expo
 than 80; wider rows take one for each. Where all repelling weights are equal (ambient pairs), they leave the passes: sums over negatives are
 plain sums.
 
-More edges in fp32 on the CPU go by moments of scores in cells (`pair_cells_reference.py`), within fp32's rounding of the exact form.
+More edges in fp32 on the CPU go by moments of scores in cells (`pair_loss_cells.py`), within fp32's rounding of the exact form.
 
 A vector shorter than `MIN_NORM` has no direction: it scores as the zero vector and gets no gradient.
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from treadle.kernels.pair_cells_reference import BLOCK_ELEMENTS, ranked_by_cells
+from treadle.kernels.pair_loss_cells import BLOCK_ELEMENTS, ranked_by_cells
 
 PairForm = Literal["sigmoid", "balanced", "ranked"]
 

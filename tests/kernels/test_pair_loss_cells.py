@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from treadle.kernels.pair_cells_reference import RESOLUTIONS, Cells
 from treadle.kernels.pair_loss import NamedPairs, PairRows, pair_loss
+from treadle.kernels.pair_loss_cells import RESOLUTIONS, Cells
 from treadle.kernels.pair_loss_reference import row_losses
 
 
