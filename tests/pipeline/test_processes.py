@@ -75,8 +75,9 @@ def test_large_contents_are_sent_from_where_they_lie() -> None:
         try:
             send_whole(ours, value)
             receiver.join()
-            # The receiver, here in the same process, holds one copy, for which its buffer grows by an eighth at a time.
-            assert tracemalloc.get_traced_memory()[1] < 1.5 * (size + LARGE_BYTES)
+            # Another copy of the sender's would stand beside the receiver's, which is in this process and whole: its buffer, as it grows
+            # by an eighth at a time, is now and then in two places.
+            assert tracemalloc.get_traced_memory()[1] < 1.95 * (size + LARGE_BYTES)
         finally:
             tracemalloc.stop()
         assert received == [value]
