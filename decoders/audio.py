@@ -14,7 +14,7 @@ from treadle.decoders.ogg import OggLink, read_ogg
 from treadle.decoders.payload import Payload, Probe
 from treadle.decoders.resample import Block, gather, resampled_count
 from treadle.decoders.sniff import AUDIO_FORMATS, VIDEO_FORMATS, Format, describe, searchable, skip_id3, sniff
-from treadle.decoders.structure import check_whole
+from treadle.decoders.structure import check_whole, seamless
 from treadle.decoders.vorbis import NotPlain, vorbis_blocks
 from treadle.decoders.wav import read_wav, wav_blocks
 from treadle.shape import AudioShape
@@ -50,7 +50,7 @@ def probe_audio(data: memoryview, shape: AudioShape, capacity: int, options: Dec
     if forms and all(form.native for form in forms):
         count = sum(resampled_count(form.frames, max(form.fmt.rate_hz, 1), shape.sample_rate) for form in forms)
     else:
-        check_whole(kind, data, options, deadline)
+        check_whole(kind, "audio", data, options, deadline)
         with opened(kind, data, options, deadline) as container:
             stream = find_stream(container, "audio")
             seconds = Fraction(container.duration or 0, 1_000_000)
@@ -103,7 +103,8 @@ def _blocks(kind: Format, data: memoryview, options: DecodeOptions, deadline: De
         first, last = read_adts(data, options, deadline)
         yield from coded_blocks("aac", data[first:last], options, deadline, whole=True)
     else:
-        yield from coded_blocks(kind, data, options, deadline, whole=check_whole(kind, data, options, deadline))
+        whole = check_whole(kind, "audio", data, options, deadline)
+        yield from coded_blocks(kind, seamless(kind, data), options, deadline, whole=whole)
 
 
 def _ogg_blocks(link: OggLink, part: memoryview, options: DecodeOptions, deadline: Deadline, *, whole: bool) -> Iterator[Block]:

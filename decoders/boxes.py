@@ -2,6 +2,7 @@
 
 import struct
 from collections.abc import Iterator
+from typing import Literal
 
 import numpy as np
 
@@ -12,13 +13,17 @@ from treadle.decoders.tables import check_tracks, has_samples
 
 _PARENTS = {b"moov", b"trak", b"mdia", b"minf", b"stbl", b"edts", b"mvex", b"moof", b"traf"}
 _FREE = {b"free", b"skip", b"uuid", b"wide"}
-_SAMPLE_TABLES = set(b"stsd stts ctts cslg stsc stsz stz2 stco co64 stss stps stsh padb stdp sdtp sbgp sgpd subs saiz saio senc".split())
+_TOP = _FREE | set(b"ftyp styp moov moof mdat sidx ssix prft emsg mfra meta meco pdin pnot".split())
+_SAMPLE_TABLES = set(
+    b"stsd stts ctts cslg stsc stsz stz2 stco co64 stss stps stsh padb stdp sdtp sbgp csgp sgpd subs saiz saio senc".split()
+)
 _INSIDE = {
     b"stbl": _FREE | _SAMPLE_TABLES,
     b"moof": _FREE | {b"mfhd", b"meta", b"traf", b"pssh"},
     b"traf": _FREE | {b"tfhd", b"tfdt", b"trun", b"meta", b"udta"} | _SAMPLE_TABLES,
 }
-"""What ISO/IEC 14496-12 and its neighbours let stand there: demuxers pass over others, and so over a damaged table."""
+"""What ISO/IEC 14496-12 and its neighbours know there. Demuxers pass over others, and so over a table whose name is damaged."""
+_REPEATED = {b"traf", b"trun"}
 _NEEDED = {b"moof": {b"mfhd", b"traf"}, b"traf": {b"tfhd"}, b"stbl": {b"stsd", b"stts", b"stsc"}}
 _ENTRY_BYTES = {b"stts": 8, b"ctts": 8, b"stsc": 12, b"stco": 4, b"co64": 8, b"stss": 4, b"stps": 4}
 _TRUN_OFFSET, _TRUN_FIRST_FLAGS, _TRUN_PER_SAMPLE = 0x1, 0x4, 0xF00
@@ -41,45 +46,48 @@ class _Budget:
             self._deadline.check()
 
 
-def mp4_lack(data: memoryview, options: DecodeOptions, deadline: Deadline) -> str:
+def mp4_lack(data: memoryview, media: Literal["video", "audio"], options: DecodeOptions, deadline: Deadline) -> str:
     """What the file lacks at its end, in words; empty where it is whole.
 
-    Bytes after the index and the media that are no box are none of the clip's.
+    Bytes after the index and the media that are no box are none of the clip's. What the tables of other than the wanted media say is not
+    looked at.
 
     Raises:
         DecodeError: the index is missing, or a box contradicts its own size.
     """
     at, size = 0, len(data)
-    index = media = fragments = indexed = waits = False
+    index = found = fragments = indexed = waits = used = False
     budget = _Budget(options, deadline)
     lack = ""
     while at + 8 <= size:
         budget.spend()
         length, header, kind = _box(data, at)
         if length < header or not all(32 <= byte < 127 for byte in kind):
-            if index and media and not any(searchable(data).find(more, at) >= 0 for more in (b"moof", b"mdat")):
+            if index and found and not any(searchable(data).find(more, at) >= 0 for more in (b"moof", b"mdat")):
                 break
             raise DecodeError("corrupt", f"box {kind!r} of {length} bytes at byte {at}")
         if at + length > size:
-            if not (index and media) or kind in (b"mdat", b"moof", b"moov"):
+            if not (index and found) or kind in (b"mdat", b"moof", b"moov"):
                 lack = f"box {kind!r} at byte {at} needs {at + length - size} bytes more than the file has"
             break
         if kind in (b"moov", b"moof"):
             _check_tables(kind, data[at + header : at + length], size, budget, 0)
         if kind == b"moov":
-            check_tracks(data[at + header : at + length], size)
+            check_tracks(data[at + header : at + length], size, b"vide" if media == "video" else b"soun")
             # Where the index names no samples, all media are in fragments.
             waits = not has_samples(data[at + header : at + length])
-        if kind == b"mdat" and ((fragments and media) or waits) and not indexed:
+        if kind == b"mdat" and ((fragments and found) or waits) and not indexed:
             raise DecodeError("corrupt", f"the media at byte {at} are of no fragment")
-        # Whatever they are in, media of a file in fragments stand behind their own index.
-        indexed = kind == b"moof" or (indexed and kind != b"mdat")
+        # Whatever they are in, media of a file in fragments stand behind their own index; more of them may follow, but nothing between that
+        # could have been an index.
+        indexed = kind == b"moof" or (indexed and (kind in _TOP or not used))
+        used = kind == b"mdat" or (used and kind != b"moof")
         fragments = fragments or kind == b"moof"
         index = index or kind == b"moov"
-        media = media or kind == b"mdat"
+        found = found or kind == b"mdat"
         at += length
     else:
-        if at < size and not (index and media):
+        if at < size and not (index and found):
             lack = "the file ends inside a box"
     if not index:
         raise DecodeError("truncated", lack or "the file has no index (moov)")
@@ -105,8 +113,6 @@ def _children(parent: bytes, body: memoryview, budget: _Budget) -> Iterator[tupl
             return
         if length < header or at + length > len(body):
             raise DecodeError("corrupt", f"a {kind!r} box of {length} bytes does not fit the {parent!r} box that holds it")
-        if kind not in _INSIDE.get(parent, {kind}):
-            raise DecodeError("corrupt", f"a {kind!r} box inside of a {parent!r} box")
         yield kind, body[at + header : at + length]
         at += length
 
@@ -115,11 +121,14 @@ def _check_tables(parent: bytes, body: memoryview, file_bytes: int, budget: _Bud
     if depth > _MAX_DEPTH:
         raise DecodeError("corrupt", "boxes are nested too deep")
     seen: set[bytes] = set()
+    strange: set[bytes] = set()
     timed = sized = 0
     for kind, inner in _children(parent, body, budget):
         if kind in seen and kind in _ENTRY_BYTES:
             raise DecodeError("corrupt", f"two {kind!r} boxes in one {parent!r} box")
         seen.add(kind)
+        if kind not in _INSIDE.get(parent, {kind}):
+            strange.add(kind)
         if kind in _PARENTS:
             _check_tables(kind, inner, file_bytes, budget, depth + 1)
             continue
@@ -130,6 +139,10 @@ def _check_tables(parent: bytes, body: memoryview, file_bytes: int, budget: _Bud
             timed = int(np.frombuffer(inner, ">u4", 2 * count, 8)[::2].sum(dtype=np.uint64))
         elif kind in (b"stsz", b"stz2") and len(inner) >= 12:
             sized = int.from_bytes(inner[8:12], "big")
+    for kind in strange:
+        for known in _INSIDE[parent] - (seen - _REPEATED):
+            if (int.from_bytes(kind, "big") ^ int.from_bytes(known, "big")).bit_count() == 1:
+                raise DecodeError("corrupt", f"a {kind!r} box in a {parent!r} box, where {known!r} may be meant")
     if missing := _NEEDED.get(parent, set()) - seen:
         raise DecodeError("corrupt", f"a {parent!r} box without its {min(missing)!r} box")
     if sized < timed:

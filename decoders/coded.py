@@ -26,6 +26,7 @@ _MAX_PLANES = 8
 """Planes of which the library knows the number."""
 _SKIP_MANUAL = 1 << 29
 _MAX_PADDING = 8192
+_LEAST_MOVIE_HZ = 600
 _ITUNES_TAG = re.compile(r" ?[0-9A-Fa-f]{8} [0-9A-Fa-f]{8} ([0-9A-Fa-f]{8}) ([0-9A-Fa-f]{16})")
 """Nothing, samples in front, samples behind, and samples of the sound."""
 
@@ -113,7 +114,7 @@ def _stream_blocks(container: Any, kind: Format, deadline: Deadline, whole: bool
             raise refusal from error
         last_seen = None
     if last_seen is not None:
-        excess = _padding(*last_seen, stream.time_base)
+        excess = _padding(*last_seen, stream.time_base, lossless=context.name.startswith(("pcm_", "alac", "flac")))
     last = held.drain()
     if last is not None:
         rate_hz, block = last
@@ -121,7 +122,7 @@ def _stream_blocks(container: Any, kind: Format, deadline: Deadline, whole: bool
         yield rate_hz, block[: len(block) - excess]
 
 
-def _padding(packet: Any, frame: Any, frame_pts: int | None, time_base: Any) -> int:
+def _padding(packet: Any, frame: Any, frame_pts: int | None, time_base: Any, *, lossless: bool) -> int:
     """Samples of an MP4's last frame beyond what its packet says it lasts: the library plays all of them."""
     duration = packet.duration
     if not duration or frame_pts != packet.pts:
@@ -129,7 +130,9 @@ def _padding(packet: Any, frame: Any, frame_pts: int | None, time_base: Any) -> 
     # Rounded half up.
     stated: int = (2 * duration * time_base.numerator * frame.sample_rate + time_base.denominator) // (2 * time_base.denominator)
     held: int = frame.samples
-    return max(0, held - stated)
+    # Without loss nothing is padded; an edit list in the movie's ticks may say a little less.
+    rounding = frame.sample_rate // _LEAST_MOVIE_HZ if lossless else 0
+    return held - stated if held - stated > rounding else 0
 
 
 class _Held:

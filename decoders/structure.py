@@ -1,8 +1,10 @@
 """Whether a container is whole, read from its own sizes: codec libraries answer what they find of a cut file and say nothing."""
 
 import re
+from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from treadle.decoders.boxes import mp4_lack
 from treadle.decoders.errors import DecodeError
@@ -11,6 +13,9 @@ from treadle.decoders.sniff import Format
 
 _TS_PACKET_BYTES = 188
 _TS_NULL = 0x1FFF
+_TS_TABLES = 8
+"""Packets of tables that may stand before that of the programs."""
+_HEAD = 0x1A45DFA3
 _SEGMENT, _CLUSTER, _GROUP, _TRACKS, _TRACK, _TRACK_NUMBER = 0x18538067, 0x1F43B675, 0xA0, 0x1654AE6B, 0xAE, 0xD7
 _BLOCKS = (0xA3, 0xA1)
 _LACING, _LACES = 0x9C, 0x06
@@ -21,19 +26,20 @@ _INSIDE = {
 }
 """What RFC 9559 lets stand in a segment, a cluster and a group of blocks: readers pass over others, and so over a damaged block."""
 _CHECK_EVERY = 4096
+_UNKNOWN_BYTES = 0xFFFFFFFF
 _MEDIA_CHUNK = re.compile(rb"[0-9A-Fa-f]{2}[a-z]{2}|ix[0-9A-Fa-f]{2}|LIST|JUNK")
 """What an AVI's media are in: a stream's data or index, a group of such, nothing."""
 
 
-def check_whole(kind: Format, data: memoryview, options: DecodeOptions, deadline: Deadline) -> bool:
-    """Whether the container's end is there.
+def check_whole(kind: Format, media: Literal["video", "audio"], data: memoryview, options: DecodeOptions, deadline: Deadline) -> bool:
+    """Whether the container's end is there; `media` are those that are wanted of it.
 
     Raises:
         DecodeError: it is not and the options are strict, nothing can be decoded without it, or the structure is damaged.
     """
     lack = ""
     if kind == "mp4":
-        lack = mp4_lack(data, options, deadline)
+        lack = mp4_lack(data, media, options, deadline)
     elif kind == "matroska":
         lack = _matroska_lack(data, options, deadline)
     elif kind == "mpegts":
@@ -80,6 +86,10 @@ def _matroska_lack(data: memoryview, options: DecodeOptions, deadline: Deadline)
             # A cluster of unknown size is over.
             open_.pop()
             continue
+        if parent == _SEGMENT and endless and identity == _HEAD:
+            # Another file begins.
+            open_.pop()
+            continue
         if after > size:
             return f"the element at byte {at} needs {after - size} bytes more than the file has"
         if after > end:
@@ -117,22 +127,70 @@ def _vint(data: memoryview, at: int, *, keep_marker: bool) -> tuple[int, int]:
     return (value if keep_marker else value & ((1 << 7 * count) - 1)), count
 
 
-def _mpegts_lack(data: memoryview) -> str:
+def seamless(kind: Format, data: memoryview) -> memoryview:
+    """The same bytes; of transport streams that were joined a copy whose packets are counted through: readers take each join for a loss.
+
+    The packets are known to be whole.
+    """
+    if kind != "mpegts":
+        return data
+    packets = _ts_packets(data)
+    order, steps, gaps = _ts_steps(packets)
+    if not len(gaps):
+        return data
+    shift = np.zeros(len(order), np.int64)
+    shift[gaps] = 1 - steps[gaps - 1]
+    streams = _ts_streams(packets)[order]
+    shift = np.cumsum(shift)
+    begin = np.searchsorted(streams, streams)
+    shift -= np.where(begin > 0, shift[begin - 1], 0)
+    packets = packets.copy()
+    packets[order, 3] = packets[order, 3] & 0xF0 | (packets[order, 3] + shift) & 15
+    return memoryview(packets.tobytes())
+
+
+def _ts_packets(data: memoryview) -> NDArray[np.uint8]:
     whole = len(data) // _TS_PACKET_BYTES
-    packets = np.frombuffer(data, np.uint8, whole * _TS_PACKET_BYTES).reshape(whole, _TS_PACKET_BYTES)
+    return np.frombuffer(data, np.uint8, whole * _TS_PACKET_BYTES).reshape(whole, _TS_PACKET_BYTES)
+
+
+def _ts_streams(packets: NDArray[np.uint8]) -> NDArray[np.int32]:
+    return (packets[:, 1].astype(np.int32) & 0x1F) << 8 | packets[:, 2]
+
+
+def _ts_steps(packets: NDArray[np.uint8]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Packets stream by stream, the counters' steps between them, and those of them that step too far.
+
+    Packets of one stream with content count up to 15 and round; one may be sent twice, and a mark announces a jump.
+    """
+    streams = _ts_streams(packets)
+    order = np.argsort(streams, kind="stable")
+    order = order[streams[order] != _TS_NULL]
+    before, after = packets[order[:-1]], packets[order[1:]]
+    steps = (after[:, 3].astype(np.int64) - before[:, 3]) & 15
+    jumps = (after[:, 3] & 0x20 != 0) & (after[:, 4] > 0) & (after[:, 5] & 0x80 != 0)
+    # Without content a packet has the number of the one before, which a writer may have begun with.
+    filled = after[:, 3] & 0x10 != 0
+    gaps = (streams[order[1:]] == streams[order[:-1]]) & (steps > 1) & filled & ~jumps
+    return order, steps, np.flatnonzero(gaps) + 1
+
+
+def _mpegts_lack(data: memoryview) -> str:
+    packets = _ts_packets(data)
     if not (packets[:, 0] == 0x47).all():
         raise DecodeError("corrupt", "a transport packet does not begin with its sync byte")
-    streams = (packets[:, 1].astype(np.int32) & 0x1F) << 8 | packets[:, 2]
-    counted = (packets[:, 3] & 0x10 != 0) & (streams != _TS_NULL)
-    # Packets of one stream with content count up to 15 and round; one may be sent twice, and a mark announces a jump.
-    order = np.flatnonzero(counted)[np.argsort(streams[counted], kind="stable")]
-    before, after = packets[order[:-1]], packets[order[1:]]
-    step = (after[:, 3].astype(np.int32) - before[:, 3]) & 15
-    jumps = (after[:, 3] & 0x20 != 0) & (after[:, 4] > 0) & (after[:, 5] & 0x80 != 0)
-    lost = (streams[order[1:]] == streams[order[:-1]]) & (step > 1) & ~jumps
-    if lost.any():
-        place = int(order[1:][lost].min())
-        raise DecodeError("corrupt", f"packets of stream {streams[place]} are missing before byte {place * _TS_PACKET_BYTES}")
+    order, _, gaps = _ts_steps(packets)
+    if len(gaps):
+        # Where files were joined, all streams begin again: each at zero, with a whole table or frame, beside the table of programs.
+        begins = (packets[:, 3] & 15 == 0) & (packets[:, 1] & 0x40 != 0)
+        tables = np.append(np.flatnonzero(begins & (_ts_streams(packets) == 0)), len(packets) + _TS_TABLES)
+        following = tables[np.searchsorted(tables, order[gaps - 1], "right")]
+        lost = order[gaps][~begins[order[gaps]] | (following > order[gaps] + _TS_TABLES)]
+        if len(lost):
+            place = int(lost.min())
+            raise DecodeError(
+                "corrupt", f"packets of stream {_ts_streams(packets)[place]} are missing before byte {place * _TS_PACKET_BYTES}"
+            )
     return "the file ends inside a transport packet" if len(data) % _TS_PACKET_BYTES else ""
 
 
@@ -142,9 +200,14 @@ def _riff_lack(data: memoryview, options: DecodeOptions) -> str:
         if bytes(data[at : at + 4]) != b"RIFF" or at + 12 > len(data):
             break
         length = int.from_bytes(data[at + 4 : at + 8], "little")
-        if at + 8 + length > len(data):
-            return f"the RIFF form needs {at + 8 + length - len(data)} bytes more than the file has"
-        _check_riff(data, at + 12, at + 8 + length, options)
+        if length == _UNKNOWN_BYTES:
+            # What was written to a pipe.
+            return ""
+        more = at + 8 + length - len(data)
+        if more > 8:
+            return f"the RIFF form needs {more} bytes more than the file has"
+        # Some writers count the form's own header too.
+        _check_riff(data, at + 12, at + 8 + length - max(0, more), options)
         at += 8 + length + (length & 1)
     return ""
 
@@ -165,5 +228,6 @@ def _check_riff(data: memoryview, at: int, end: int, options: DecodeOptions) -> 
             ends.append(after)
             at += 12
         else:
-            at = after + (length & 1)
+            # Some writers leave out the byte that pads a chunk.
+            at = after + (length & 1 and not _MEDIA_CHUNK.fullmatch(data[after : after + 4]))
     raise DecodeError("too_large", f"more than max_chunks {options.max_chunks} chunks")

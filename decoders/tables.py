@@ -1,6 +1,7 @@
 """MP4 and MOV: what a track says twice. A damaged time makes an edit list drop frames, and demuxers say nothing; but sums, ends and orders
 then contradict each other."""
 
+import math
 import struct
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -25,8 +26,8 @@ class _Edit(NamedTuple):
     media_time: int
 
 
-def check_tracks(moov: memoryview, file_bytes: int) -> None:
-    """Checks each track's headers, edits and tables of an index whose boxes are known to be whole.
+def check_tracks(moov: memoryview, file_bytes: int, handler: bytes) -> None:
+    """Checks the headers, edits and tables of the tracks of one handler, of an index whose boxes are known to be whole.
 
     Raises:
         DecodeError: two of its numbers cannot both be right.
@@ -38,14 +39,14 @@ def check_tracks(moov: memoryview, file_bytes: int) -> None:
     fragments = any(kind == b"mvex" for kind, _ in boxes)
     movie_hz, _ = _scale(b"mvhd", movie, 12, 20)
     _check_matrix(movie[-64:-28])
-    for kind, body in boxes:
-        if kind != b"trak":
-            continue
-        track = _flat(body)
-        if bytes(track.get(b"hdlr", b"")[8:12]) not in (b"vide", b"soun"):
+    tracks = [_flat(body) for kind, body in boxes if kind == b"trak"]
+    lengths_s = [_length_s(track) for track in tracks]
+    for number, track in enumerate(tracks):
+        if bytes(track.get(b"hdlr", b"")[8:12]) != handler:
             continue
         if b"tkhd" in track and b"mdhd" in track:
-            _check_track(track, movie_hz, file_bytes, fragments=fragments)
+            others_s = max(lengths_s[:number] + lengths_s[number + 1 :], default=0.0)
+            _check_track(track, movie_hz, file_bytes, others_s, fragments=fragments)
         elif b"stbl" in track:
             raise DecodeError("corrupt", "a 'trak' box without its 'tkhd' or 'mdhd' box")
 
@@ -84,6 +85,16 @@ def _flat(track: memoryview) -> Boxes:
     return found
 
 
+def _length_s(track: Boxes) -> float:
+    """Seconds of a track's samples; 0 where its header or times lack."""
+    header = track.get(b"mdhd", b"")
+    if len(header) < _HEADER_BYTES[b"mdhd"][0]:
+        return 0.0
+    (hz,) = struct.unpack_from(">I", header, 20 if header[0] == 1 else 12)
+    counts, deltas = _pairs(track, b"stts")
+    return int((counts * deltas).sum()) / hz if hz else 0.0
+
+
 def _scale(kind: bytes, body: memoryview, place: int, long_place: int) -> tuple[int, int]:
     """Ticks a second, and the duration behind them, of a movie's or media's header."""
     _check_size(kind, body)
@@ -108,7 +119,7 @@ def _check_matrix(matrix: memoryview) -> None:
         raise DecodeError("corrupt", f"a display matrix of {a / 65536:g}, {b / 65536:g}, {c / 65536:g}, {d / 65536:g}")
 
 
-def _check_track(track: Boxes, movie_hz: int, file_bytes: int, *, fragments: bool) -> None:
+def _check_track(track: Boxes, movie_hz: int, file_bytes: int, others_s: float, *, fragments: bool) -> None:
     header = track[b"tkhd"]
     _check_size(b"tkhd", header)
     (shown,) = struct.unpack_from(">Q" if header[0] == 1 else ">I", header, 28 if header[0] == 1 else 20)
@@ -132,14 +143,28 @@ def _check_track(track: Boxes, movie_hz: int, file_bytes: int, *, fragments: boo
     # Headers may lie where nothing goes by them: only what edits leave out is lost by a damaged time.
     if fragments or not _leaves_out(edits, shown_at, media_hz, movie_hz):
         return
+    end, longest = int((shown_at + steps).max()), int(deltas.max())
     edited = sum(edit.duration for edit in edits)
-    if shown not in _UNKNOWN and edited not in _UNKNOWN and abs(edited - shown) > len(edits) + max(2, movie_hz // 100):
+    # Where edits end as the samples do, it is the header that lies, if one does.
+    agree = _reach(edits, end, longest, media_hz, movie_hz)
+    lost = shown - edited
+    if not agree and shown not in _UNKNOWN and edited not in _UNKNOWN and lost > movie_hz // 100 and _is_bit(lost, len(edits) + 2):
         raise DecodeError("corrupt", f"edits of {edited} ticks in a track of {shown}")
     if len(offsets):
         _check_order(shown_at, steps)
-        # Sound may end before the edit that many writers give all tracks alike.
-        _check_ends(edits, int((shown_at + steps).max()), int(deltas.max()), media_hz, movie_hz)
-    _check_duration(counts, deltas, shown_at, edits, stated)
+        # A track may end before the edit that many writers give all of them alike; sound often does.
+        if max(edit.duration for edit in edits) > others_s * movie_hz + 2:
+            _check_ends(edits, end, longest, media_hz, movie_hz)
+    if not agree:
+        _check_duration(counts, deltas, shown_at, edits, stated)
+
+
+def _reach(edits: list[_Edit], end: int, slack: int, media_hz: int, movie_hz: int) -> bool:
+    """Whether the last edit ends where the samples do."""
+    last = edits[-1]
+    if last.media_time < 0 or last.duration in _UNKNOWN:
+        return False
+    return abs(last.media_time + last.duration * media_hz // movie_hz - end) <= slack + 2 * media_hz // movie_hz
 
 
 def _leaves_out(edits: list[_Edit], shown_at: NDArray[np.int64], media_hz: int, movie_hz: int) -> bool:
@@ -155,10 +180,19 @@ def _inside(edit: _Edit, shown_at: NDArray[np.int64], media_hz: int, movie_hz: i
     return (shown_at >= edit.media_time) & ((shown_at - edit.media_time) * movie_hz < edit.duration * media_hz)
 
 
+def _is_bit(difference: int, rounding: int) -> bool:
+    """Whether one bit of a number makes the difference. Headers and edits that only disagree are no damage: few tools set them all."""
+    nearest = 1 << max(0, round(math.log2(max(1, difference))))
+    return abs(difference - nearest) <= rounding
+
+
 def _check_ends(edits: list[_Edit], end: int, slack: int, media_hz: int, movie_hz: int) -> None:
     for edit in edits:
         passed = edit.media_time + edit.duration * media_hz // movie_hz - end
-        if edit.media_time >= 0 and edit.duration not in _UNKNOWN and passed > slack + 2 * media_hz // movie_hz:
+        rounding = 2 * media_hz // movie_hz
+        if edit.media_time < 0 or edit.duration in _UNKNOWN or passed <= slack + rounding:
+            continue
+        if passed <= edit.media_time + rounding and _is_bit(passed, rounding + 2):
             raise DecodeError("corrupt", f"an edit that leaves out samples and passes the end of its media by {passed} ticks")
 
 
@@ -174,7 +208,8 @@ def _check_duration(
     duration = int((counts * deltas).sum())
     last = int(np.argmax(shown_at))
     end = int(shown_at[last] + np.repeat(deltas, counts)[last])
-    ends = [duration, end, end - int(shown_at.min())]
+    # Of pictures that are shown before the first some writers know nothing.
+    ends = [duration, end, end - int(shown_at.min()), end - int(shown_at[0])]
     # What stands before the first edit is counted by some writers, and by others not.
     ends += [each - edit.media_time for edit in edits[:2] if edit.media_time > 0 for each in ends[:2]]
     if stated not in _UNKNOWN and min(abs(each - stated) for each in ends) > slack + stated // 500:

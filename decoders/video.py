@@ -17,7 +17,7 @@ from treadle.decoders.media import check_packets, codecs, find_stream, media_err
 from treadle.decoders.payload import Payload, Probe
 from treadle.decoders.scale import fit_size, grid_side
 from treadle.decoders.sniff import AUDIO_FORMATS, VIDEO_FORMATS, Format, describe, searchable, sniff
-from treadle.decoders.structure import check_whole
+from treadle.decoders.structure import check_whole, seamless
 from treadle.decoders.vp8 import Vp8Decoder
 from treadle.shape import VideoShape
 
@@ -47,8 +47,9 @@ class _Clip:
         if kind is None or kind not in VIDEO_FORMATS:
             raise DecodeError("unsupported", f"not a clip that is read: {describe(data)}")
         self.kind: Format = kind
-        self._data, self._stride, self._options, self._deadline = data, shape.frame_stride, options, deadline
-        self.whole = check_whole(kind, data, options, deadline)
+        self._stride, self._options, self._deadline = shape.frame_stride, options, deadline
+        self.whole = check_whole(kind, "video", data, options, deadline)
+        self._data = seamless(kind, data)
         self.stated_frames = 0
         """Source frames that the container counts; 0 where it does not. A hint: frames are counted by decoding."""
         self._model: _Frame = None

@@ -256,7 +256,8 @@ class _PairLoss(torch.autograd.Function):
         dtype = torch.float64 if torch.float64 in (x_MD.dtype, y_ND.dtype) else torch.float32
         x_MD, y_ND, log_scale_G, bias_G = (t.detach().to(dtype) for t in inputs)
         scale_M1 = log_scale_G[temperature_group_M].exp()[:, None]
-        bias_M1 = bias_G[temperature_group_M][:, None]
+        # RANKED scores differences, which a bias does not change: added, it would only round them.
+        bias_M1 = (torch.zeros_like(bias_G) if form == "ranked" else bias_G)[temperature_group_M][:, None]
         loss_M = x_MD.new_zeros(len(x_MD))
         by_x_MD, by_y_ND = torch.zeros_like(x_MD), torch.zeros_like(y_ND)
         by_log_scale_M, by_bias_M = torch.zeros_like(loss_M), torch.zeros_like(loss_M)
@@ -274,7 +275,7 @@ class _PairLoss(torch.autograd.Function):
                 loss_M[slab] += loss_B
                 if not any(ctx.needs_input_grad):
                     continue
-                # RANKED scores differences, which a bias does not change: what rounding leaves of this sum would make Adam walk.
+                # What rounding leaves of this sum under RANKED would make Adam walk.
                 if form != "ranked":
                     by_bias_M[slab] += by_score_BN.sum(1)
                 # <scaled, dL/dscaled> = sum_j g_ij (s_ij - b): the gradient of the log scale needs no pass over the tile.

@@ -189,7 +189,8 @@ class _Pass:
         self.group_M = group_M.int()
         self.num_groups = len(log_scale_G)
         self.scale_M = log_scale_G.float().exp().index_select(0, group_M)
-        self.bias_M = bias_G.float().index_select(0, group_M)
+        # RANKED scores differences, which a bias does not change: added, it would only round them.
+        self.bias_M = (torch.zeros_like(bias_G) if self.ranked else bias_G).float().index_select(0, group_M)
         self.rows = integers(pairs)
         self.cu_M, self.cv_M = coefficients(self.rows, form, 1.0 / len(widths))
         self.x, self.nx = self._directions(x_MD, product_dtype)

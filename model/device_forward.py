@@ -155,9 +155,10 @@ def _late(network: Network, batch: DeviceBatch, states_PD: Tensor, product: torc
     scores_QN = maxsim(u_TW, v_KW, batch["query_offsets"], batch["document_offsets"], product_dtype=product)
     group_Q = batch["late_temperature"]
     form = pair_form(batch.plan.late.pair_loss)
-    bias_G = temperatures.bias_G.detach() if form == "ranked" else temperatures.bias_G
-    scale_Q1, bias_Q1 = (_of_group(x, group_Q)[:, None] for x in (temperatures.log_scale_G.exp(), bias_G))
-    return row_loss(scores_QN * scale_Q1 + bias_Q1, batch.pairs("late"), form=form)
+    scores_QN = scores_QN * _of_group(temperatures.log_scale_G.exp(), group_Q)[:, None]
+    if form != "ranked":  # which no bias changes, see `late_interaction_sum`
+        scores_QN = scores_QN + _of_group(temperatures.bias_G, group_Q)[:, None]
+    return row_loss(scores_QN, batch.pairs("late"), form=form)
 
 
 def _of_group(values_G: Tensor, group_Q: Tensor) -> Tensor:

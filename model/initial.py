@@ -49,5 +49,10 @@ def keyed_normal(name: str, count: int, seed: int) -> Tensor:
 
 @torch.no_grad()
 def draw_parameter_(parameter: nn.Parameter, name: str, seed: int, deviation: float) -> None:
-    """Fills a parameter with normal values of standard deviation `deviation`, drawn under its full name (its checkpoint key)."""
+    """Fills a parameter with normal values of standard deviation `deviation`, drawn under its full name (its checkpoint key).
+
+    A parameter on the meta device has a size alone, and stays so.
+    """
+    if parameter.is_meta:
+        return
     parameter.copy_(keyed_normal(name, parameter.numel(), seed).mul_(deviation).view(parameter.shape))

@@ -96,6 +96,8 @@ def late_interaction_sum(
     group_Q = layout.temperature_group_S[sides.query_Q]
     scale_Q1 = temperatures.log_scale_G[group_Q].exp()[:, None]
     form = pair_form(config.pair_loss)
-    # RANKED scores differences, which a bias does not change: what rounding leaves of its gradient would make Adam walk.
-    bias_G = temperatures.bias_G.detach() if form == "ranked" else temperatures.bias_G
-    return row_loss(scores_QN * scale_Q1 + bias_G[group_Q][:, None], sides.pairs, form=form)
+    scores_QN = scores_QN * scale_Q1
+    # RANKED scores differences, which a bias does not change: added, it would round them, and what that leaves of its gradient make Adam walk.
+    if form != "ranked":
+        scores_QN = scores_QN + temperatures.bias_G[group_Q][:, None]
+    return row_loss(scores_QN, sides.pairs, form=form)

@@ -26,6 +26,7 @@ from treadle.model.config import Progress, TrainerConfig
 from treadle.model.config_json import geometry_differences, to_json
 from treadle.model.deferred import Deferred, Worker, settled
 from treadle.model.device import computes_in_bf16, keep_freed_memory, pick_device
+from treadle.model.memory import check_memory, naming_memory
 from treadle.model.mesh import World, require_same
 from treadle.model.mesh_code import code_digest
 from treadle.model.mesh_errors import raise_together
@@ -81,12 +82,14 @@ class Trainer:
         if self.world.size > 1:
             shared["code"] = code_digest()
         require_same(self.world, shared)
-        self.network = Network(config).to(self.device)
-        self._runner = StepRunner(config, self.network, self.world, self.device, bf16=bf16)
+        self._together("holds no such model", lambda: check_memory(config, self.device, self.world.size))
+        with naming_memory(config):
+            self.network = Network(config).to(self.device)
+            self._runner = StepRunner(config, self.network, self.world, self.device, bf16=bf16)
         self._reader = StatisticsReader()
         self._stream_state: StreamState | None = None
         self._packer: Packer | None = None
-        self._read(config)
+        self._together("could not read its checkpoint", lambda: self._read(config))
         require_same(self.world, {"step of the checkpoint to resume": self._runner.steps})
         self._worker = Worker("treadle-trainer", self.device)
         self._writer = Worker("treadle-writer", self.device)
@@ -318,21 +321,25 @@ class Trainer:
             logger.error("the save before this one failed: %s", error)
         self._saving = None
 
-    def _read(self, config: TrainerConfig) -> None:
-        """Takes over what `resume` or `init` names, on all ranks or on none: one that failed alone would leave its peers waiting."""
+    def _together(self, fault: str, act: Callable[[], None]) -> None:
+        """Does something on all ranks or on none: one that failed alone would leave its peers waiting."""
         error: Exception | None = None
         try:
-            if config.resume is not None:
-                self._resume(config.resume)
-            elif config.init is not None:
-                self._start_from(config.init)
+            act()
         except Exception as caught:
             error = caught
         failed = [rank for rank, row in enumerate(self.world.exchange([int(error is not None)])) if row[0]]
         if error is not None:
             raise error
         if failed:
-            raise PeerRefusedError(f"rank {failed[0]} could not read its checkpoint, see its own error: no rank starts")
+            raise PeerRefusedError(f"rank {failed[0]} {fault}, see its own error: no rank starts")
+
+    def _read(self, config: TrainerConfig) -> None:
+        """Takes over what `resume` or `init` names."""
+        if config.resume is not None:
+            self._resume(config.resume)
+        elif config.init is not None:
+            self._start_from(config.init)
 
     def _resume(self, path: str | Path) -> None:
         reports = ProgressReports(f"resuming {path}", self.config.progress, self.config.progress_steps)

@@ -425,6 +425,24 @@ def test_memory_is_linear_in_candidates(form: PairForm) -> None:
     assert largest.elements <= max(count * width, 2**19)
 
 
+@pytest.mark.parametrize("edges", [2, 12])
+def test_a_bias_leaves_ranked_to_the_last_bit(edges: int) -> None:
+    """Scores that a bias of 10,000 had shifted would keep four digits behind the point of fp32's seven."""
+    count = 64
+    named: Weights = {(i, (i + k) % count): (1.0, 0.0) for i in range(count) for k in range(1, edges + 1)}
+    group = torch.zeros(count, dtype=torch.int64)
+    pairs = PairRows(torch.arange(count), group, group, make_named(count, named), 1.0)
+    x = torch.randn(count, 16, generator=torch.Generator().manual_seed(edges))
+    answers: list[tuple[torch.Tensor, ...]] = []
+    for bias in (0.0, -1e4):
+        inputs = [x.clone().requires_grad_(), torch.ones(1).requires_grad_(), torch.full((1,), bias).requires_grad_()]
+        loss = pair_loss(inputs[0], inputs[0], inputs[1], inputs[2], group, pairs, form="ranked", widths=(16,))
+        answers.append((loss, *torch.autograd.grad(loss, inputs)))
+    for plain, shifted in zip(*answers, strict=True):
+        assert torch.equal(plain, shifted)
+    assert float(answers[1][3]) == 0.0
+
+
 def test_autocast_changes_nothing() -> None:
     pairs, _ = random_pairs(np.random.default_rng(12), 9, 9, 0, 1.0)
     x, zero = torch.randn(9, 16), torch.zeros(9, dtype=torch.int64)
