@@ -161,6 +161,9 @@ def _entries(kind: bytes, body: memoryview, file_bytes: int) -> tuple[int, int]:
     if kind == b"stsz" and len(body) >= 12:
         (count,) = struct.unpack_from(">I", body, 8)
         return count, (file_bytes // first if first else (len(body) - 12) // 4)
+    if kind == b"stz2" and len(body) >= 12:
+        (count,) = struct.unpack_from(">I", body, 8)
+        return count, (len(body) - 12) * 8 // max(first & 0xFF, 4)
     if kind == b"trun":
         entry = 4 * (flags & _TRUN_PER_SAMPLE).bit_count()
         header = 8 + 4 * bool(flags & _TRUN_OFFSET) + 4 * bool(flags & _TRUN_FIRST_FLAGS)

@@ -166,7 +166,8 @@ def _ts_steps(packets: NDArray[np.uint8]) -> tuple[NDArray[np.int64], NDArray[np
     streams = _ts_streams(packets)
     order = np.argsort(streams, kind="stable")
     order = order[streams[order] != _TS_NULL]
-    before, after = packets[order[:-1]], packets[order[1:]]
+    heads = packets[:, :6][order]
+    before, after = heads[:-1], heads[1:]
     steps = (after[:, 3].astype(np.int64) - before[:, 3]) & 15
     jumps = (after[:, 3] & 0x20 != 0) & (after[:, 4] > 0) & (after[:, 5] & 0x80 != 0)
     # Without content a packet has the number of the one before, which a writer may have begun with.

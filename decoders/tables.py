@@ -18,6 +18,8 @@ _UNKNOWN = {0, 2**32 - 1, 2**64 - 1}
 _MAX_REORDER = 32
 """Places that a frame may be shown before or after its turn: 16 frames by the standards, of two fields each."""
 _LEAST_SAMPLES, _FEW = 8, 3
+_MOST_SAMPLES = 1 << 20
+"""Of whose times there is a look at each: hours of any clip. Each sample of PCM is one, and millions would take more memory than they hold."""
 Boxes = dict[bytes, memoryview]
 
 
@@ -130,6 +132,8 @@ def _check_track(track: Boxes, movie_hz: int, file_bytes: int, others_s: float, 
     if total == 0:
         return
     _check_sizes(track, total, file_bytes)
+    if total > _MOST_SAMPLES:
+        return
     steps = np.repeat(deltas, counts)
     shown_at = np.cumsum(steps) - steps
     offsets, shifts = _pairs(track, b"ctts")

@@ -45,10 +45,18 @@ sys.stdout.write(json.dumps({"grown": (after - before) / 1024, "kind": kind}))
 
 
 def grown(tmp_path: Any, modality: str, warm: bytes, data: bytes, tokens: int) -> dict[str, Any]:
+    return run(SCRIPT, tmp_path, modality, warm, data, tokens)
+
+
+def refused(tmp_path: Any, modality: str, warm: bytes, data: bytes) -> dict[str, Any]:
+    return run(SCRIPT.split("payload = ")[0] + REFUSED, tmp_path, modality, warm, data, 999)
+
+
+def run(script: str, tmp_path: Any, modality: str, warm: bytes, data: bytes, tokens: int) -> dict[str, Any]:
     files = [tmp_path / "warm", tmp_path / "data"]
     for file, content in zip(files, (warm, data), strict=True):
         file.write_bytes(content)
-    command = [sys.executable, "-P", "-c", SCRIPT, modality, *map(str, files), str(tokens)]
+    command = [sys.executable, "-P", "-c", script, modality, *map(str, files), str(tokens)]
     answer: dict[str, Any] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     return answer
 
@@ -107,6 +115,7 @@ def test_a_picture_takes_itself_decoded_once(make: Any, tmp_path: Any, name: str
     [
         ("pcm_s16le", "wav", 8_000),
         ("pcm_s16le", "wav", 16_000),
+        ("pcm_s16le", "mov", 16_000),
         ("adpcm_ms", "wav", 8_000),
         ("flac", "flac", 8_000),
         ("libmp3lame", "mp3", 8_000),
@@ -121,13 +130,22 @@ def test_a_long_recording_takes_its_payload_and_no_more(make: Any, tmp_path: Any
     assert seen["grown"] < seen["payload"] + CONSTANT_MIB
 
 
+@pytest.mark.parametrize("table", [b"stsz", b"stz2"])
+def test_samples_without_bytes_take_nothing(make: Any, tmp_path: Any, table: bytes) -> None:
+    """Times of four billion samples, whose sizes are said to be there."""
+    clip = make.clip(make.moving(24))
+    data = bytearray(clip)
+    struct.pack_into(">I", data, data.index(b"stts") + 12, 2**32 - 1)
+    at = data.index(b"stsz")
+    data[at : at + 4] = table
+    struct.pack_into(">II", data, at + 8, 16 if table == b"stz2" else 1, 2**32 - 1)
+    seen = refused(tmp_path, "VIDEO", clip, bytes(data))
+    assert seen["kind"] == "corrupt" and seen["grown"] < 4
+
+
 def test_a_bomb_takes_nothing(make: Any, tmp_path: Any) -> None:
     """A picture of 20,000 x 20,000 pixels in 389 KB, refused by its header."""
     header = struct.pack(">IIBBBBB", 20_000, 20_000, 8, 0, 0, 0, 0)
     data = b"\x89PNG\r\n\x1a\n" + make.png_chunk(b"IHDR", header) + make.png_chunk(b"IDAT", bytes(389_000)) + make.png_chunk(b"IEND", b"")
-    (tmp_path / "bomb").write_bytes(data)
-    (tmp_path / "warm").write_bytes(make.save(make.picture(16, 16), "PNG"))
-    script = SCRIPT.split("payload = ")[0] + REFUSED
-    command = [sys.executable, "-P", "-c", script, "IMAGE", str(tmp_path / "warm"), str(tmp_path / "bomb"), "999"]
-    seen = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    seen = refused(tmp_path, "IMAGE", make.save(make.picture(16, 16), "PNG"), data)
     assert seen["kind"] == "too_large" and seen["grown"] < 4
