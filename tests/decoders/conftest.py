@@ -3,7 +3,7 @@
 import io
 import struct
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from treadle.decoders import DecodeOptions, Payload, decode
+from treadle.decoders import DecodeError, DecodeOptions, Payload, decode
 from treadle.shape import AudioShape, BatchShape, ImageShape, Modality, VideoShape
 
 _PLANAR: dict[str, Any] = {"fltp": np.float32, "s16p": np.int16, "s32p": np.int32, "dblp": np.float64}
@@ -46,6 +46,25 @@ class Maker:
         """Decodes a recording."""
         shape = self.shape(columns, audio=AudioShape(chunk_samples=100, sample_rate=rate))
         return decode(Modality.AUDIO, data, shape, DecodeOptions(**{"isolate": False, **options}))
+
+    def turned(self, data: bytes, place: int, bit: int) -> int:
+        """Frames of a clip with one bit turned; -1 where it is refused."""
+        damaged = bytearray(data)
+        damaged[place] ^= 1 << bit
+        try:
+            return int(self.video(bytes(damaged), columns=100_000).extent[0])
+        except DecodeError:
+            return -1
+
+    def boxes(self, data: bytes, inside: Collection[bytes], start: int = 0, end: int | None = None) -> Iterator[tuple[bytes, int, int]]:
+        """Kind, begin and end of every MP4 box, those within `inside` too."""
+        end = len(data) if end is None else end
+        while start + 8 <= end:
+            length, kind = int.from_bytes(data[start : start + 4], "big"), data[start + 4 : start + 8]
+            yield kind, start, start + length
+            if kind in inside:
+                yield from self.boxes(data, inside, start + 8, start + length)
+            start += length
 
     def sine(self, seconds: float = 1.0, rate: int = 44_100, hz: float = 440.0, peak: float = 0.125) -> NDArray[np.float64]:
         """One channel."""

@@ -29,26 +29,6 @@ def blocks(data: bytes) -> Iterator[tuple[int, int, int]]:
         at = body if identity in (0x18538067, 0x1F43B675) else body + length
 
 
-def boxes(data: bytes, start: int, end: int, inside: tuple[bytes, ...]) -> Iterator[tuple[bytes, int]]:
-    """Kind and place of every MP4 box, those within `inside` too."""
-    while start + 8 <= end:
-        length, kind = int.from_bytes(data[start : start + 4], "big"), data[start + 4 : start + 8]
-        yield kind, start
-        if kind in inside:
-            yield from boxes(data, start + 8, start + length, inside)
-        start += length
-
-
-def shown(make: Any, data: bytes, place: int, bit: int) -> int:
-    """Frames of the file with one bit turned; -1 where it is refused."""
-    damaged = bytearray(data)
-    damaged[place] ^= 1 << bit
-    try:
-        return int(make.video(bytes(damaged), columns=100_000).extent[0])
-    except DecodeError:
-        return -1
-
-
 @pytest.mark.parametrize("codec", ["libvpx", "libx264"])
 @pytest.mark.parametrize("live", ["0", "1"])
 def test_a_block_of_a_matroska_file_is_read_or_missed(make: Any, codec: str, live: str) -> None:
@@ -65,7 +45,7 @@ def test_a_block_of_a_matroska_file_is_read_or_missed(make: Any, codec: str, liv
     for parts in places[1::3]:
         for place in parts:
             for bit in range(8):
-                count = shown(make, data, place, bit)
+                count = make.turned(data, place, bit)
                 assert count in (-1, FRAMES), (place, bit)
                 refused += count < 0
     assert refused >= 100
@@ -75,16 +55,14 @@ def test_a_fragment_of_an_mp4_is_read_or_missed(make: Any) -> None:
     options = {"movflags": "frag_keyframe+empty_moov"}
     data = make.clip(make.moving(FRAMES), options={"g": "8"}, container_options=options)
     places = [
-        place
-        for kind, place in boxes(data, 0, len(data), (b"moof", b"traf"))
-        if kind in (b"moof", b"mfhd", b"traf", b"tfhd", b"tfdt", b"trun")
+        place for kind, place, _ in make.boxes(data, (b"moof", b"traf")) if kind in (b"moof", b"mfhd", b"traf", b"tfhd", b"tfdt", b"trun")
     ]
     assert len(places) == 3 * 6
     refused = 0
     for place in places[6:]:
         for byte in range(8):
             for bit in range(8):
-                count = shown(make, data, place + byte, bit)
+                count = make.turned(data, place + byte, bit)
                 assert count in (-1, FRAMES), (place, byte, bit)
                 refused += count < 0
     assert refused >= 600
@@ -94,15 +72,15 @@ def test_a_table_of_an_mp4_is_read_or_missed(make: Any) -> None:
     data = make.clip(make.moving(FRAMES))
     parents = (b"moov", b"trak", b"mdia", b"minf", b"stbl")
     tables = (b"stts", b"ctts", b"stsc", b"stsz", b"stco")
-    places = {kind: place for kind, place in boxes(data, 0, len(data), parents) if kind in tables}
+    places = {kind: place for kind, place, _ in make.boxes(data, parents) if kind in tables}
     assert set(places) == set(tables)
     for kind, place in places.items():
         for byte in range(8):
             for bit in range(8):
-                assert shown(make, data, place + byte, bit) in (-1, FRAMES), (kind, byte, bit)
+                assert make.turned(data, place + byte, bit) in (-1, FRAMES), (kind, byte, bit)
     # The low byte of the number of samples.
     for bit in range(8):
-        assert shown(make, data, places[b"stsz"] + 19, bit) == -1, bit
+        assert make.turned(data, places[b"stsz"] + 19, bit) == -1, bit
 
 
 def test_a_packet_beyond_the_file_is_missed(make: Any) -> None:

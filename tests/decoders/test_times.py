@@ -3,7 +3,6 @@ and decoders over pictures that they cannot read, all without a word. One bit tu
 
 import io
 import struct
-from collections.abc import Iterator
 from typing import Any
 
 import av
@@ -13,26 +12,6 @@ from treadle.decoders import DecodeError
 
 FRAMES = 24
 PARENTS = {b"moov", b"trak", b"edts", b"mdia", b"minf", b"stbl"}
-
-
-def boxes(data: bytes, start: int, end: int) -> Iterator[tuple[bytes, int, int]]:
-    """Kind, begin and end of every box, those inside others too."""
-    while start + 8 <= end:
-        length, kind = int.from_bytes(data[start : start + 4], "big"), data[start + 4 : start + 8]
-        yield kind, start, start + length
-        if kind in PARENTS:
-            yield from boxes(data, start + 8, start + length)
-        start += length
-
-
-def shown(make: Any, data: bytes, place: int, bit: int) -> int:
-    """Frames of the file with one bit turned; -1 where it is refused."""
-    damaged = bytearray(data)
-    damaged[place] ^= 1 << bit
-    try:
-        return int(make.video(bytes(damaged), columns=100_000).extent[0])
-    except DecodeError:
-        return -1
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +25,8 @@ def clip(make: Any) -> bytes:
 )
 def test_damage_to_a_table_is_seen(make: Any, clip: bytes, kind: bytes, most: int) -> None:
     """A few bits leave a file that is as good as another, a shorter one: a track that begins later, or has more ticks a second."""
-    [(start, end)] = [(start, end) for name, start, end in boxes(clip, 0, len(clip)) if name == kind]
-    counts = [shown(make, clip, place, bit) for place in range(start, min(end, start + 96)) for bit in range(8)]
+    [(start, end)] = [(start, end) for name, start, end in make.boxes(clip, PARENTS) if name == kind]
+    counts = [make.turned(clip, place, bit) for place in range(start, min(end, start + 96)) for bit in range(8)]
     silent = [count for count in counts if count not in (-1, FRAMES)]
     assert len(silent) <= most, silent
     assert counts.count(-1) >= 32
@@ -55,15 +34,15 @@ def test_damage_to_a_table_is_seen(make: Any, clip: bytes, kind: bytes, most: in
 
 @pytest.mark.parametrize("kind", [b"mvhd", b"tkhd", b"mdhd"])
 def test_a_header_that_is_missing_is_missed(make: Any, clip: bytes, kind: bytes) -> None:
-    place = next(start for name, start, _ in boxes(clip, 0, len(clip)) if name == kind)
-    assert all(shown(make, clip, place + byte, bit) == -1 for byte in range(4, 9) for bit in range(7))
+    place = next(start for name, start, _ in make.boxes(clip, PARENTS) if name == kind)
+    assert all(make.turned(clip, place + byte, bit) == -1 for byte in range(4, 9) for bit in range(7))
 
 
 def test_the_first_fragment_is_not_passed_over(make: Any) -> None:
     data = make.clip(make.moving(FRAMES), options={"g": "8"}, container_options={"movflags": "frag_keyframe+empty_moov"})
     place = data.index(b"moof")
     assert data.count(b"moof") == 3
-    assert all(shown(make, data, place + byte, bit) == -1 for byte in range(4) for bit in range(8))
+    assert all(make.turned(data, place + byte, bit) == -1 for byte in range(4) for bit in range(8))
 
 
 def packets(data: bytes) -> list[tuple[int, int]]:
@@ -90,7 +69,7 @@ def test_a_vp9_frame_is_not_hidden(make: Any) -> None:
         assert data[first] >> 6 == 2, "a VP9 frame begins with its marker"
         # The bits that say: shown already, and to be shown.
         for bit in (3, 1):
-            count = shown(make, data, first, bit)
+            count = make.turned(data, first, bit)
             assert count in (-1, FRAMES), (first, bit)
             refused += count < 0
     assert refused >= FRAMES
@@ -105,7 +84,7 @@ def test_an_hevc_picture_is_not_left_out(make: Any, container: str) -> None:
         begin = place if container == "mp4" else data.index(struct.pack(">I", size - 4), place)
         for byte in range(begin + 4, begin + 7):
             for bit in range(8):
-                count = shown(make, data, byte, bit)
+                count = make.turned(data, byte, bit)
                 assert count in (-1, FRAMES), (byte, bit)
                 refused += count < 0
     assert refused >= 40
@@ -184,6 +163,6 @@ def test_an_avi_chunk_is_as_long_as_it_says(make: Any, codec: str) -> None:
     movi, index = data.index(b"movi") - 8, data.index(b"idx1")
     places = [place for place in range(movi + 12, index - 8) if data[place : place + 4] == b"00dc"]
     assert len(places) == FRAMES
-    counts = [shown(make, data, start + byte, bit) for start in (movi, *places[1::6]) for byte in range(4, 8) for bit in range(8)]
+    counts = [make.turned(data, start + byte, bit) for start in (movi, *places[1::6]) for byte in range(4, 8) for bit in range(8)]
     # A byte more or less ends at, or in, what pads a chunk or is too short to be one.
     assert set(counts) <= {-1, FRAMES} and counts.count(FRAMES) <= 8
