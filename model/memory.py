@@ -1,6 +1,7 @@
 """Whether a device can hold a run's weights: counted before anything is allocated, so that a refusal names fields and not an allocator."""
 
 import os
+import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,13 +26,11 @@ def host_bytes() -> int:
         except OSError:
             continue
         limits += [int(text)] if text.strip().isdigit() else []
-    try:
+    if sys.platform != "win32":
         import resource
 
         soft, _ = resource.getrlimit(resource.RLIMIT_AS)
         limits += [soft] if soft != resource.RLIM_INFINITY else []
-    except ImportError:  # pragma: no cover  # Windows knows no such limit
-        pass
     return min(limits)
 
 
