@@ -90,7 +90,7 @@ class SampleTable:
         self._counts: Counter[str] = Counter()
         self._stream = opened()
         self._stream.position = offset
-        self._reader = MemberReader(self._stream, offset=offset, want=_unwanted)
+        self._reader = MemberReader(self._stream, offset=offset, want=_unwanted, chunk_bytes=CHUNK_BYTES)
         self._runs = Grouping(self._reader, self._counts, index=index).runs()
         # What the last run had left.
         self._rest: Sequence[RawSample] = ()
@@ -221,7 +221,7 @@ class SampleTable:
 
     def _again(self, window: Window, start: int, end: int, stream: ByteStream) -> Sequence[RawSample] | None:
         """The samples of a window once more; None where they are not what they were, which whoever reads one of them then tells."""
-        reader = MemberReader(BoundedStream(stream, start, end), offset=start, want=_unwanted)
+        reader = MemberReader(BoundedStream(stream, start, end), offset=start, want=_unwanted, chunk_bytes=CHUNK_BYTES)
         samples: Sequence[RawSample] = []
         try:
             for run in Grouping(reader, Counter(), index=window.first).runs():

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from stat import S_ISREG
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, ClassVar, Protocol, Self
 from urllib.parse import parse_qsl, quote, unquote, urlsplit, urlunsplit
 
 from treadle.pipeline.retry import RetryPolicy
@@ -131,6 +131,9 @@ def public_text(text: str) -> str:
 class ByteStream(ABC):
     """Bytes of one object, forward. `read` gives fewer bytes than asked for only at the end."""
 
+    chunk_bytes: ClassVar[int] = 1 << 20
+    """What is best read at a time by who reads all of it."""
+
     def __init__(self, url: str, offset: int) -> None:
         self.url = url
         self.position = offset
@@ -176,6 +179,8 @@ class ByteStream(ABC):
 
 class LocalStream(ByteStream):
     """A file on this machine. It is read, not mapped: a mapped file that shrinks kills the process."""
+
+    chunk_bytes = 2 << 20
 
     def __init__(self, url: str, path: str, offset: int = 0) -> None:
         super().__init__(url, offset)

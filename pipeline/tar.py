@@ -17,7 +17,7 @@ from treadle.pipeline.tar_header import BLOCK_BYTES, Extension, TarError, checke
 __all__ = ["CHUNK_BYTES", "MAX_MEMBER_BYTES", "Block", "ForwardStream", "Member", "MemberReader", "Members", "TarError"]
 
 CHUNK_BYTES = 1 << 20
-"""What is read and parsed at a time. A member that passes it is gathered on its own."""
+"""What is read and parsed at a time, unless the stream knows better. A member that passes it is gathered on its own."""
 
 GATHER_BYTES = 8 << 20
 """A long member is gathered in pieces of this size, so that memory follows what has arrived."""
@@ -84,7 +84,7 @@ class MemberReader:
         offset: where a member's headers begin, or anything between members.
         want: asked for members longer than a chunk; False skips the content.
         contents: False skips whatever content a chunk does not happen to hold.
-        chunk_bytes: bytes read and parsed at a time.
+        chunk_bytes: bytes read and parsed at a time; by default the stream's own `chunk_bytes`, `CHUNK_BYTES` where it has none.
         max_member_bytes: longer members are refused as `too_large`.
     """
 
@@ -95,7 +95,7 @@ class MemberReader:
         offset: int = 0,
         want: Callable[[Member], bool] | None = None,
         contents: bool = True,
-        chunk_bytes: int = CHUNK_BYTES,
+        chunk_bytes: int | None = None,
         max_member_bytes: int = MAX_MEMBER_BYTES,
     ) -> None:
         self.end = offset
@@ -112,7 +112,7 @@ class MemberReader:
         self._start = offset
         self._want = want
         self._contents = contents
-        self._chunk_bytes = max(chunk_bytes, 2 * BLOCK_BYTES)
+        self.pace(getattr(stream, "chunk_bytes", CHUNK_BYTES) if chunk_bytes is None else chunk_bytes)
         self._max_member_bytes = max_member_bytes
         self._zeros = 0
         self._need = 0

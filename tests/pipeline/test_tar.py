@@ -233,6 +233,14 @@ def test_ustar_prefix() -> None:
     assert names(found) == [name]
 
 
+@pytest.mark.parametrize("longest", [1, 31, 32, 33, 40, 94, 95, 96, 97, 98, 99, 100])
+def test_names_of_every_length_are_taken_whole_many_at_once(longest: int) -> None:
+    wanted = [chr(97 + number % 26) * (longest if number == 20 else min(longest, 1 + number)) for number in range(40)]
+    found, error, _ = read(archive([(name, b"1") for name in wanted]))
+    assert error is None
+    assert names(found) == wanted
+
+
 @pytest.mark.parametrize("form", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 def test_long_and_foreign_names(form: int) -> None:
     long = f"{'d' * 120}/{'k' * 150}.jpg"
