@@ -9,10 +9,19 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from io import BytesIO
 from typing import NamedTuple, Protocol
-from zlib import adler32
 
 from treadle.pipeline.tar_bulk import Member, Members, PlainHeaders, count_files
-from treadle.pipeline.tar_header import BLOCK_BYTES, Extension, TarError, checked_size, cut_header, header_name, parse_pax, text_of
+from treadle.pipeline.tar_header import (
+    BLOCK_BYTES,
+    Extension,
+    TarError,
+    checked_size,
+    cut_header,
+    header_name,
+    parse_pax,
+    plain_size,
+    text_of,
+)
 
 __all__ = ["CHUNK_BYTES", "MAX_MEMBER_BYTES", "Block", "ForwardStream", "Member", "MemberReader", "Members", "TarError"]
 
@@ -247,7 +256,6 @@ class MemberReader:
         An error is left in `self._error`, so that the members before it are given first.
         """
         members = Members()
-        append, adler, most = members.append, adler32, self._max_member_bytes
         start = position
         end, zeros = len(buffer), self._zeros
         extension = Extension(self.shared) if self.shared else None
@@ -259,74 +267,43 @@ class MemberReader:
                 if extension is None and buffer[position + 156] == 0x30 and start == position:
                     if plain is None:
                         first = position
-                        plain = PlainHeaders(memoryview(buffer)[first:], base + first, most)
+                        plain = PlainHeaders(memoryview(buffer)[first:], base + first, self._max_member_bytes)
                     position = first + plain.take(position - first, members)
                     if position > start:
                         start, zeros = position, 0
                         continue
                 header = buffer[position : position + BLOCK_BYTES]
-                try:
-                    size = int(header[124:135], 8)
-                    if (
-                        (adler(header[:148]) & 0xFFFF) + (adler(header[156:400]) & 0xFFFF) + (adler(header[400:]) & 0xFFFF) + 253
-                        != int(header[148:154], 8)
-                        or size < 0
-                        or header[135] & 0xDF
-                        or header[154] & 0xDF
-                    ):
-                        size = checked_size(header, base + position, extension)
-                except ValueError:
+                size = plain_size(header)
+                if size < 0:
                     if header == _ZERO_BLOCK and start == position:
                         if not zeros:
                             self.end = base + position
-                        zeros += 1
-                        position += BLOCK_BYTES
-                        while buffer.startswith(_ZERO_RUN, position):
-                            zeros += len(_ZERO_RUN) // BLOCK_BYTES
-                            position += len(_ZERO_RUN)
-                        start = position
+                        start = _after_zeros(buffer, position)
+                        zeros += (start - position) // BLOCK_BYTES
+                        position = start
                         continue
                     size = checked_size(header, base + position, extension)
                 kind = header[156]
                 data = position + BLOCK_BYTES
-                if (kind == 0x30 or not kind) and extension is None:
-                    name = header[: header.find(0)] if not header[99] else header[:100]
-                    if header[345] and header[257:263] == b"ustar\0":
-                        name = header[345:500].split(b"\0", 1)[0] + b"/" + name
-                    elif not kind and name[-1:] == b"/":
-                        # V7 marks a directory by its name alone; it holds no data.
-                        self.counts["skipped_directory"] += 1
-                        size = -1
-                    if size >= 0:
-                        stop = data + ((size + 511) & -512)
-                        if stop > end:
-                            stop = self._short(text_of(name), base, start, data, size, end, final)
-                        if size > most:
-                            self._limit(base + start, size)
-                        append(str(name, "utf-8", "surrogateescape"), base + start, base + data, size)
-                        position = stop
-                    else:
-                        position = data
-                elif kind in _EXTENSIONS:
+                if kind in _EXTENSIONS:
                     extension = extension or Extension(self.shared)
                     position = self._extend(buffer, base, start, position, size, extension, final)
                     if kind == _PAX_GLOBAL and start + BLOCK_BYTES == data:
                         start, extension, zeros = position, Extension(self.shared) if self.shared else None, 0
                     continue
-                elif kind in _WITHOUT_DATA:
+                if kind in _WITHOUT_DATA:
                     self.counts[f"skipped_{_WITHOUT_DATA[kind]}"] += 1
                     position = data
                 else:
-                    position = self._other(buffer, base, start, position, size, extension or Extension({}), final, members)
+                    position = self._file(buffer, base, start, position, size, extension, final, members)
                 start, zeros = position, 0
                 if extension is not None:
                     extension = Extension(self.shared) if self.shared else None
-            else:
-                if final and (start < position or buffer[position:].strip(b"\0")):
+            if final:
+                if start < position or buffer[position:].strip(b"\0"):
                     raise cut_header(buffer[position:], base + start, extension)
-                if final:
-                    start = end
-                self._need = position - start + BLOCK_BYTES
+                start = end
+            self._need = position - start + BLOCK_BYTES
         except TarError as error:
             self._error = error
         except _Incomplete:
@@ -374,16 +351,17 @@ class MemberReader:
                 extension.apply(records, base + start)
         return stop
 
-    def _other(
-        self, buffer: bytes, base: int, start: int, position: int, size: int, extension: Extension, final: bool, members: Members
+    def _file(
+        self, buffer: bytes, base: int, start: int, position: int, size: int, extension: Extension | None, final: bool, members: Members
     ) -> int:
-        """Takes in a file with extension headers, of GNU's sparse type, or of a type unknown, which POSIX counts as a file."""
+        """Takes a file in, of GNU's sparse type or of one unknown too, which POSIX counts as a file; answers where the next header begins."""
         header, data, end = buffer[position : position + BLOCK_BYTES], position + BLOCK_BYTES, len(buffer)
-        name = extension.name if extension.name is not None else header_name(header)
+        name = extension.name if extension is not None and extension.name is not None else header_name(header)
         kind = header[156]
         if kind == _GNU_MULTIVOLUME:
             raise TarError("unsupported", base + start, f"{name!r} goes on from another volume", name, True)
         if not kind and name.endswith("/"):
+            # V7 marks a directory by its name alone; it holds no data.
             self.counts["skipped_directory"] += 1
             return data
         if kind == _GNU_SPARSE:
@@ -396,9 +374,9 @@ class MemberReader:
                     raise _Incomplete
                 more = buffer[data + 504]
                 data += BLOCK_BYTES
-        elif extension.size is not None:
+        elif extension is not None and extension.size is not None:
             size = extension.size
-        if kind == _GNU_SPARSE or extension.sparse:
+        if kind == _GNU_SPARSE or (extension is not None and extension.sparse):
             self.refused[base + start] = ("sparse", f"{name!r} is stored sparse; store it whole (tar without --sparse)")
         stop = data + size + -size % BLOCK_BYTES
         if stop > end:
@@ -406,6 +384,14 @@ class MemberReader:
         self._limit(base + start, size)
         members.append(name, base + start, base + data, size)
         return stop
+
+
+def _after_zeros(buffer: bytes, position: int) -> int:
+    """Where the blocks of zeros end, of which the first is at `position`: whole runs of them are passed at a time."""
+    position += BLOCK_BYTES
+    while buffer.startswith(_ZERO_RUN, position):
+        position += len(_ZERO_RUN)
+    return position
 
 
 def _cut(member: Member, have: int) -> TarError:
