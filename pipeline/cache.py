@@ -41,7 +41,11 @@ _checked: dict[tuple[str, str], str] = {}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardCache:
-    """Where whole remote shards are kept, and how many bytes of them."""
+    """Where whole remote shards are kept, and how many bytes of them.
+
+    Raises:
+        ValueError: a field is out of range or of another type; the message names it.
+    """
 
     folder: Path
     """Folder on a local disk; made when it is not there. Several processes may share it, with one limit."""

@@ -54,6 +54,12 @@ class Peer(NamedTuple):
         return via if via.hostname else None
 
     @property
+    def place(self) -> str:
+        """Host and port that a connection is made to."""
+        via = self._via
+        return f"{self.host}:{self.port}" if via is None else f"the proxy {via.hostname}:{via.port or 80}"
+
+    @property
     def relayed(self) -> dict[str, str] | None:
         """Headers for a proxy that reads the requests themselves and is asked for whole URLs; None where nobody does."""
         via = self._via
@@ -85,9 +91,17 @@ class Connections:
 
     def __init__(self) -> None:
         self._idle: OrderedDict[int, tuple[Peer, HTTPConnection]] = OrderedDict()
+        self._peers: dict[tuple[str, str], Peer] = {}
         self._lock = threading.Lock()
         self._count = 0
         self._closed = False
+
+    def peer(self, place: SplitResult) -> Peer:
+        """Whom to ask for what lies at `place`. The environment is searched for proxies once: it takes as long as the rest of a request."""
+        found = self._peers.get(place[:2])
+        if found is None:
+            found = self._peers[place[:2]] = Peer.of(place)
+        return found
 
     def take(self, peer: Peer) -> HTTPConnection | None:
         """The connection to `peer` that was put last; its server may have let go of it."""

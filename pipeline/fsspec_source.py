@@ -9,8 +9,9 @@ from concurrent.futures import CancelledError
 from concurrent.futures import TimeoutError as NotYetError
 from typing import Any, Final, TypeVar
 
-from treadle.pipeline.retry import RetryPolicy
-from treadle.pipeline.storage import Fault, StorageError, Wait, public_text, public_url, range_stop
+from treadle.pipeline.ranges import range_stop
+from treadle.pipeline.retry import RetryPolicy, contacts, unreachable
+from treadle.pipeline.storage import Fault, StorageError, Wait, public_text, public_url
 
 T = TypeVar("T")
 
@@ -19,6 +20,26 @@ TURN_S: Final = 0.1
 
 PATIENT_BYTES_PER_S: Final = 65_536
 """A range comes whole or not at all: at this rate it is given its time, before silence begins to count."""
+
+
+def in_turns(coming: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop, wait: Wait, patience_s: float = 0.0) -> T:
+    """What a coroutine that runs in `loop`, of another thread, answers; `wait` is told of every turn of waiting for it.
+
+    Raises:
+        Fault: the reader was told to stop, or silence had lasted for too long, beginning after `patience_s`.
+    """
+    future = asyncio.run_coroutine_threadsafe(coming, loop)
+    begun = time.monotonic() + patience_s
+    try:
+        while True:
+            try:
+                return future.result(TURN_S)
+            except NotYetError:
+                if future.done():
+                    raise  # the library's own
+                wait.turn(time.monotonic() - begun)
+    finally:
+        future.cancel()
 
 
 class FsspecSource:
@@ -38,6 +59,7 @@ class FsspecSource:
         self.size: int | None = None
         self.stop: int | None = None
         self.version: str | None = None
+        self._server = tuple(public_url(url).split("/")[:3])
         self._held = b""
         self._held_at = 0
         self._stale = True
@@ -52,7 +74,9 @@ class FsspecSource:
             self._fs, self._path = url_to_fs(url)
         except ImportError as error:
             raise StorageError(
-                "unreadable", 0, f"{public_text(str(error))} (treadle[s3], treadle[gcs] and treadle[hf] install the usual ones)"
+                "unreadable",
+                0,
+                f"{public_text(str(error))} (treadle[s3], treadle[gcs] and treadle[hf] install the usual ones, treadle[obstore] a faster reader for s3:// and gs://)",
             ) from None
         except OSError as error:
             # Some, such as ftp, connect here.
@@ -117,6 +141,7 @@ class FsspecSource:
                 kind="changed",
                 permanent=True,
             )
+        contacts.answered(self._server)
         self.size, self.version, self._stale = size, version, False
 
     def _call(self, name: str, **given: Any) -> Any:
@@ -127,21 +152,7 @@ class FsspecSource:
             return self._guarded(lambda: getattr(self._fs, name)(self._path, **given))
         coming: Coroutine[Any, Any, Any] = asynchronous(self._path, **given)
         length = given["end"] - given["start"] if given else 0
-        return self._guarded(lambda: self._waited(coming, loop, length / PATIENT_BYTES_PER_S))
-
-    def _waited(self, coming: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop, patience_s: float) -> T:
-        future = asyncio.run_coroutine_threadsafe(coming, loop)
-        begun = time.monotonic() + patience_s
-        try:
-            while True:
-                try:
-                    return future.result(TURN_S)
-                except NotYetError:
-                    if future.done():
-                        raise  # the library's own
-                    self._wait.turn(time.monotonic() - begun)
-        finally:
-            future.cancel()
+        return self._guarded(lambda: in_turns(coming, loop, self._wait, length / PATIENT_BYTES_PER_S))
 
     def _guarded(self, action: Callable[[], T]) -> T:
         try:
@@ -153,4 +164,5 @@ class FsspecSource:
         except PermissionError as error:
             raise Fault(str(error), kind="forbidden", permanent=True) from None
         except (Exception, CancelledError) as error:  # every backend has its own; what is not above may pass
-            raise Fault(f"{type(error).__name__}: {error}") from None
+            tried_s = contacts.tried_s(self._server) if unreachable(error) else None
+            raise Fault(f"{type(error).__name__}: {error}", tried_s=tried_s) from None

@@ -1,4 +1,4 @@
-"""Byte streams over storage: local files, HTTP, and whatever fsspec opens.
+"""Byte streams over storage: local files, HTTP, S3 and Google Cloud Storage by obstore where it is installed, and whatever fsspec opens.
 
 A remote stream is read in ranges. On a fault it is opened again at the byte where it broke, after a growing, jittered wait, as
 often as its retry policy allows; the object must still be the one it was (size and ETag). Nothing is ever run to get at bytes,
@@ -25,15 +25,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-RANGE_BYTES = 8 << 20
-"""Bytes asked of a remote store at a time: one request's latency is spread over this."""
-
 REFUSED_SCHEMES = frozenset(
     {"pipe", "exec", "cmd", "command", "shell", "sh", "bash", "system", "subprocess", "popen", "fork", "reference", "dask"}
 )
 """Schemes that run a program, or that let a file say what is read. None is ever opened."""
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*):(//)?")
+_CHAIN = re.compile(r"::(?![0-9A-Fa-f:.]*(?:%\w+)?\])")
 _SECRET = re.compile(
     r"sig|token|key|secret|pass|auth|cred|policy|expires|^x-(amz|goog|oss|cos)-|^(se|sp|spr|sv|sr|st|sip|ss|srt|skoid|sktid|skt|ske|sks|skv)$",
     re.IGNORECASE,
@@ -62,13 +60,22 @@ class StorageError(Exception):
 class Fault(Exception):
     """One failed attempt to read. A permanent one is not tried again."""
 
-    def __init__(self, detail: str, *, kind: str = "unreadable", permanent: bool = False, wait_s: float = 0.0) -> None:
+    def __init__(
+        self, detail: str, *, kind: str = "unreadable", permanent: bool = False, wait_s: float = 0.0, tried_s: float | None = None
+    ) -> None:
         super().__init__(detail)
         self.detail = detail
         self.kind = kind
         self.permanent = permanent
         self.wait_s = wait_s
         """What the server asked us to wait, s."""
+        self.tried_s = tried_s
+        """For how long a server that has never answered has been tried, s; None where that is not what is wrong."""
+
+
+def links_of(url: str) -> list[str]:
+    """The links of a chained URL (`simplecache::s3://...`), one for any other; the `::` of an IPv6 address chains nothing."""
+    return _CHAIN.split(url)
 
 
 def scheme_of(url: str) -> str:
@@ -77,12 +84,12 @@ def scheme_of(url: str) -> str:
     Raises:
         ValueError: it would run a program.
     """
-    for link in url.split("::"):
+    for link in links_of(url):
         match = _SCHEME.match(link)
         if match and match[1].lower() in REFUSED_SCHEMES:
             raise ValueError(f"{public_url(url)!r}: {match[1].lower()}: is refused: nothing is run to read a shard; give a path or a URL")
     match = _SCHEME.match(url)
-    return match[1].lower() if match and (match[2] or "::" in url) else ""
+    return match[1].lower() if match and (match[2] or len(links_of(url)) > 1) else ""
 
 
 def local_path(url: str) -> str | None:
@@ -90,7 +97,7 @@ def local_path(url: str) -> str | None:
     scheme = scheme_of(url)
     if not scheme:
         return url
-    if scheme in ("file", "local") and "::" not in url:
+    if scheme in ("file", "local") and len(links_of(url)) == 1:
         parts = urlsplit(url)
         if parts.netloc not in ("", "localhost"):
             raise ValueError(f"{url!r}: a file URL names a path on this machine, as in file:///data/0.tar; host {parts.netloc!r} is not it")
@@ -105,7 +112,11 @@ def public_url(url: str) -> str:
     """
     if "://" not in url:
         return url
-    head, _, tail = url.rpartition("::")
+    *links, tail = links_of(url)
+    head = "::".join(links)
+    if "://" in tail and not ((match := _SCHEME.match(tail)) and match[2]):
+        # A command, say, with a URL in it; it is refused, but has to be named.
+        return f"{public_url(head)}::{public_urls(tail)}" if head else public_urls(tail)
     try:
         parts = urlsplit(tail)
         host = parts.netloc.rpartition("@")[2]
@@ -115,17 +126,24 @@ def public_url(url: str) -> str:
     if host != parts.netloc or any(_SECRET.search(name) for name, _ in pairs):
         kept = "&".join(f"{quote(name)}={quote(value, safe='/')}" for name, value in pairs if not _SECRET.search(name))
         tail = urlunsplit((parts.scheme, host, parts.path, kept, ""))
+    if tail.count("://") > 1 and len(tail.split()) > 1:
+        tail = public_urls(tail)
     return f"{public_url(head)}::{tail}" if head else tail
 
 
 def public_text(text: str) -> str:
     """A message with every URL in it made public, at most 500 characters of it."""
+    return public_urls(text[:10_000])[:500]
+
+
+def public_urls(text: str) -> str:
+    """A text with every URL in it made public."""
 
     def public(match: re.Match[str]) -> str:
         url = match[0].rstrip(".,:;)]}")
         return public_url(url) + match[0][len(url) :]
 
-    return _URL_IN_TEXT.sub(public, text[:10_000])[:500]
+    return _URL_IN_TEXT.sub(public, text)
 
 
 class ByteStream(ABC):
@@ -245,7 +263,7 @@ class RangeSource(Protocol):
     version: str | None
     """What tells this object from others of its name (ETag, or when it was changed), once known and where the store says."""
 
-    def fetch(self, position: int, most: int) -> bytes:
+    def fetch(self, position: int, most: int) -> bytes | memoryview:
         """Some bytes from `position` on, at most `most`; none only at the object's end.
 
         Raises:
@@ -293,7 +311,7 @@ class RemoteStream(ByteStream):
         return self._source.version
 
     def read(self, n: int) -> bytes:
-        pieces: list[bytes] = []
+        pieces: list[bytes | memoryview] = []
         have = 0
         while have < n:
             try:
@@ -306,7 +324,8 @@ class RemoteStream(ByteStream):
                 break
             pieces.append(piece)
             have += len(piece)
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        only = pieces[0] if len(pieces) == 1 else None
+        return only if isinstance(only, bytes) else b"".join(pieces)
 
     def skip(self, n: int) -> int:
         total = self.size
@@ -321,7 +340,7 @@ class RemoteStream(ByteStream):
         self.position = position
         self._source.stop = None if length is None else position + length
 
-    def _some(self, n: int) -> bytes:
+    def _some(self, n: int) -> bytes | memoryview:
         while self._broken is None:
             if self._closing.is_set():
                 self._broken = StorageError("closed", self.position, "reading was told to stop")
@@ -333,12 +352,18 @@ class RemoteStream(ByteStream):
                 self.faults += 1
                 self._failures += 1
                 detail = public_text(fault.detail)
+                policy = self._policy
+                left_s = None if fault.tried_s is None else policy.first_contact_s - fault.tried_s
                 if fault.permanent:
                     self._broken = StorageError(fault.kind, self.position, detail)
-                elif self._failures >= self._policy.attempts or self.faults >= self._policy.budget:
+                elif self._failures >= policy.attempts or self.faults >= policy.budget:
                     self._broken = StorageError(fault.kind, self.position, f"{detail}; given up after {self.faults} faults")
+                elif left_s is not None and left_s <= 0 and self._failures > 1:
+                    why = f"nothing there has ever answered, and RetryPolicy.first_contact_s is {policy.first_contact_s:g}"
+                    self._broken = StorageError(fault.kind, self.position, f"{detail}; given up after {self.faults} faults: {why}")
                 else:
-                    wait_s = self._policy.delay_s(self._failures, fault.wait_s)
+                    wait_s = policy.delay_s(self._failures, fault.wait_s)
+                    wait_s = wait_s if left_s is None else min(wait_s, max(left_s, policy.base_delay_s))
                     logger.warning("%s, byte %d: %s; trying again in %.1f s", public_url(self.url), self.position, detail, wait_s)
                     self._sleep(wait_s)
                 continue
@@ -350,12 +375,6 @@ class RemoteStream(ByteStream):
 
     def close(self) -> None:
         self._source.close()
-
-
-def range_stop(position: int, stop: int | None, size: int | None) -> int:
-    """Where a request that starts at `position` ends: a range further, but not past what is wanted or there."""
-    most = position + RANGE_BYTES if size is None else min(size, position + RANGE_BYTES)
-    return most if stop is None or stop <= position else min(most, stop)
 
 
 class Wait:
@@ -439,13 +458,19 @@ def open_stream(
     if path is not None:
         return LocalStream(url, path, offset)
     policy = policy or RetryPolicy()
-    if scheme_of(url) in ("http", "https") and "::" not in url:
+    if scheme_of(url) in ("http", "https") and len(links_of(url)) == 1:
         from treadle.pipeline.http_source import HttpSource
 
         stream = RemoteStream(url, HttpSource(url, policy, closing, connections), offset, policy, closing)
     else:
-        from treadle.pipeline.fsspec_source import FsspecSource
-
-        stream = RemoteStream(url, FsspecSource(url, policy, closing), offset, policy, closing)
+        stream = RemoteStream(url, _source(url, policy, closing), offset, policy, closing)
     stream.aim(offset, length)
     return stream
+
+
+def _source(url: str, policy: RetryPolicy, closing: threading.Event | None) -> RangeSource:
+    """What reads an object behind neither HTTP nor a path: obstore, where it is installed and can, else fsspec."""
+    from treadle.pipeline.fsspec_source import FsspecSource
+    from treadle.pipeline.object_store import object_store
+
+    return object_store(url, scheme_of(url), policy, closing) or FsspecSource(url, policy, closing)

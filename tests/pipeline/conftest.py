@@ -2,6 +2,7 @@
 
 import io
 import random
+import socket
 import ssl
 import tarfile
 import threading
@@ -180,8 +181,11 @@ class Faulty(ThreadingHTTPServer):
     # Of five, which is the default, the sixth tries again after a second.
     request_queue_size = 128
 
-    def __init__(self, context: ssl.SSLContext | None = None) -> None:
-        super().__init__(("127.0.0.1", 0), FaultyHandler)
+    def __init__(self, context: ssl.SSLContext | None = None, host: str = "127.0.0.1", port: int = 0) -> None:
+        if ":" in host:
+            self.address_family = socket.AF_INET6
+        super().__init__((host, port), FaultyHandler)
+        self.host = f"[{host}]" if ":" in host else host
         self.context = context
         self.body = bytes(range(256)) * 1000
         self.files: dict[str, bytes] = {}
@@ -210,9 +214,7 @@ class Faulty(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        return (
-            f"{'http' if self.context is None else 'https'}://{'127.0.0.1' if self.context is None else 'localhost'}:{self.port}/shard.tar"
-        )
+        return f"{'http' if self.context is None else 'https'}://{self.host if self.context is None else 'localhost'}:{self.port}/shard.tar"
 
 
 class FaultyHandler(BaseHTTPRequestHandler):
@@ -275,8 +277,8 @@ class FaultyHandler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serve_faults(context: ssl.SSLContext | None = None) -> Generator[Faulty]:
-    with Faulty(context) as found:
+def serve_faults(context: ssl.SSLContext | None = None, host: str = "127.0.0.1", port: int = 0) -> Generator[Faulty]:
+    with Faulty(context, host, port) as found:
         thread = threading.Thread(target=found.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:

@@ -163,6 +163,24 @@ def test_a_length_of_a_range_that_is_too_short(server: Any, short: int) -> None:
     assert read_all(server.url) == BODY
 
 
+def test_a_body_that_always_ends_before_its_length_is_told(server: Any, tars: Any, tmp_path: Any) -> None:
+    """Two samples of 1,024 bytes come of five: without the length it would be an archive that lacks its end alone."""
+    tars.write_texts(tmp_path, [5])
+    server.body = (tmp_path / "000.tar").read_bytes()
+
+    def short(handler: Any) -> None:
+        first = int(handler.headers["Range"].removeprefix("bytes=").partition("-")[0])
+        handler.serve(cut=max(0, 2048 - first))
+
+    server.always = short
+    found: list[Any] = []
+    with pytest.raises(ShardError) as raised:
+        found.extend(Shard(server.url, policy=QUICK).samples())
+    assert found == list(Shard(str(tmp_path / "000.tar")).samples())[:2]
+    assert (raised.value.kind, raised.value.offset) == ("unreadable", 2048)
+    assert "early" in raised.value.detail
+
+
 @pytest.mark.parametrize("total", ["*", "²", "x", "bytes", "0-99", ""])
 def test_ranges_that_make_no_sense(server: Any, total: str) -> None:
     def odd(handler: Any) -> None:

@@ -280,7 +280,7 @@ def test_what_is_not_there_is_said(place: tuple[str, Store]) -> None:
 
 def test_an_object_that_changes_is_told(place: tuple[str, Store], monkeypatch: pytest.MonkeyPatch) -> None:
     base, store = place
-    monkeypatch.setattr("treadle.pipeline.storage.RANGE_BYTES", 4096)
+    monkeypatch.setattr("treadle.pipeline.ranges.RANGE_BYTES", 4096)
     store.objects["a.tar"] = bytes(20_000)
     with open_stream(f"{base}/a.tar", policy=QUICK) as stream:
         assert stream.read(4096) == bytes(4096)

@@ -12,6 +12,7 @@ from treadle.pipeline.retry import RetryPolicy
 from treadle.pipeline.storage import (
     LocalStream,
     StorageError,
+    links_of,
     local_path,
     open_stream,
     public_text,
@@ -38,7 +39,7 @@ def memory() -> Iterator[MemoryFileSystem]:
 
 
 def test_fsspec_reads_in_ranges(memory: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("treadle.pipeline.storage.RANGE_BYTES", 100_000)
+    monkeypatch.setattr("treadle.pipeline.ranges.RANGE_BYTES", 100_000)
     assert read_all("memory://shards/a.tar") == BODY
     assert read_all("memory://shards/a.tar", 123_456, n=7_000) == BODY[123_456:]
     with open_stream("memory://shards/a.tar", len(BODY) + 1, policy=QUICK) as stream, pytest.raises(StorageError, match="changed"):
@@ -99,6 +100,18 @@ def test_local_files(tmp_path: Path) -> None:
         assert stream.read(1) == b""
 
 
+def test_short_reads_of_a_local_file_are_looped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As file systems over a network, and calls past 2 GiB, give them."""
+    path = tmp_path / "a.tar"
+    path.write_bytes(BODY)
+    whole = os.pread
+    monkeypatch.setattr(os, "pread", lambda file, n, offset: whole(file, min(n, 999), offset))
+    with open_stream(str(path)) as stream:
+        assert stream.read(5000) == BODY[:5000]
+        assert stream.position == 5000
+        assert stream.read(len(BODY)) == BODY[5000:]
+
+
 def test_a_local_file_that_shrinks_ends_early(tmp_path: Path) -> None:
     path = tmp_path / "a.tar"
     path.write_bytes(BODY)
@@ -123,11 +136,15 @@ def test_local_things_that_are_no_files(tmp_path: Path) -> None:
 def test_nothing_is_ever_run(url: str) -> None:
     with pytest.raises(ValueError, match="is refused"):
         open_stream(url)
+    with pytest.raises(ValueError, match="is refused") as raised:
+        open_stream(f"{url} https://u:hunter2@host/x?token=t0k3n")
+    assert "hunter2" not in str(raised.value) and "t0k3n" not in str(raised.value)
 
 
 def test_schemes_and_paths() -> None:
     assert scheme_of("/data/a:b.tar") == ""
     assert scheme_of("S3://bucket/a.tar") == "s3"
+    assert links_of("simplecache::tar://x::http://[fe80::1%eth0]:8/[a::b]") == ["simplecache", "tar://x", "http://[fe80::1%eth0]:8/[a::b]"]
     assert local_path("file:///data/a%20b.tar") == "/data/a b.tar"
     assert local_path("data/{0}.tar") == "data/{0}.tar"
     assert local_path("s3://bucket/a.tar") is None
@@ -146,6 +163,12 @@ def test_schemes_and_paths() -> None:
         ("https://acct.blob/a.tar?sv=2020&se=1&sp=r&sig=abc", "https://acct.blob/a.tar"),
         ("https://host/a.tar?access_token=abc#frag", "https://host/a.tar"),
         ("simplecache::https://u:p@host/a.tar", "simplecache::https://host/a.tar"),
+        ("https://d1.cloudfront.net/a.tar?Expires=1&Policy=p&Signature=s&Key-Pair-Id=k&part=3", "https://d1.cloudfront.net/a.tar?part=3"),
+        ("https://host/a.tar?password=a&client_secret=b&AUTH=c&my_creds=d&policy=e&api_key=f&expires=9&n=1", "https://host/a.tar?n=1"),
+        ("http://u:p@[2001:db8::1]:80/a.tar?sig=x", "http://[2001:db8::1]:80/a.tar"),
+        ("simplecache::http://u:p@[::1]/a.tar", "simplecache::http://[::1]/a.tar"),
+        ("pipe:curl -s https://u:p@host/a.tar?token=x | cat", "pipe:curl -s https://host/a.tar | cat"),
+        ("simplecache::pipe:curl https://u:p@host/a.tar", "simplecache::pipe:curl https://host/a.tar"),
     ],
 )
 def test_credentials_do_not_show(url: str, shown: str) -> None:
@@ -170,6 +193,9 @@ def test_waits_grow_within_their_bounds() -> None:
     policy = RetryPolicy(base_delay_s=1.0, max_delay_s=5.0, max_retry_after_s=20.0)
     for failures, most in ((1, 1.0), (2, 2.0), (3, 4.0), (4, 5.0), (100, 5.0)):
         assert most / 2 <= policy.delay_s(failures) <= most
+    # Thousands of readers that lost the same server do not come back at the same moment.
+    waits = [policy.delay_s(1) for _ in range(1000)]
+    assert len(set(waits)) > 900 and min(waits) < 0.6 and max(waits) > 0.9
     assert policy.delay_s(1, asked_s=7.0) == 7.0
     assert policy.delay_s(1, asked_s=1000.0) == 20.0
 

@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from treadle.pipeline.quarantine import Quarantine
-from treadle.pipeline.retry import RetryPolicy
+from treadle.pipeline.retry import Contacts, RetryPolicy
 from treadle.pipeline.shards import Shard, ShardError
 from treadle.pipeline.sources import expand_urls
 from treadle.pipeline.storage import StorageError, open_stream
@@ -67,7 +67,8 @@ def authority_fixture() -> Iterator[tuple[Path, ssl.SSLContext]]:
         .not_valid_before(begun)
         .not_valid_after(begun + timedelta(days=10))
         .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost"), x509.IPAddress(ip_address("127.0.0.1"))]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        # An authority's own certificate as a server's is refused by rustls.
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .sign(key, hashes.SHA256())
     )
     with tempfile.TemporaryDirectory() as folder:
@@ -117,6 +118,19 @@ def test_a_plain_server_where_tls_was_asked_for(server: Any) -> None:
     with pytest.raises(StorageError) as raised:
         read_all(server.url.replace("http://", "https://"))
     assert raised.value.kind == "unreadable"
+
+
+def test_a_login_of_the_netrc_file(server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".netrc").write_text("machine 127.0.0.1 login me password p@ss\n")
+    (tmp_path / ".netrc").chmod(0o600)
+    assert read_all(server.url) == server.body
+    # base64 of me:p@ss
+    assert server.headers[-1]["Authorization"] == "Basic bWU6cEBzcw=="
+    # What others may read is not taken.
+    (tmp_path / ".netrc").chmod(0o644)
+    assert read_all(server.url) == server.body
+    assert "Authorization" not in server.headers[-1]
 
 
 class Proxy(ThreadingHTTPServer):
@@ -230,7 +244,8 @@ def test_a_proxy_that_is_not_there_is_told_without_its_password(monkeypatch: pyt
     assert not server.asked
 
 
-SECRETS = ("hunter2", "aHVudGVyMg", "s3cr3t", "t0k3n")
+# The second is base64 of user:hunter2, as a header has it.
+SECRETS = ("hunter2", "dXNlcjpodW50ZXIy", "s3cr3t", "t0k3n")
 
 
 @pytest.mark.parametrize("on_error", ["quarantine", "raise"])
@@ -300,8 +315,21 @@ def bucket_fixture() -> Iterator[tuple[str, Any]]:
     S3FileSystem.clear_instance_cache()
 
 
+@pytest.fixture(name="reader", params=["obstore", "fsspec"])
+def reader_fixture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What reads s3:// here."""
+    from fsspec.config import conf
+
+    if request.param == "obstore":
+        pytest.importorskip("obstore", reason="it is an extra: treadle[obstore] is not installed")
+    else:
+        # What is configured for fsspec is left to it.
+        monkeypatch.setitem(conf, "s3", {})
+
+
+@pytest.mark.usefixtures("reader")
 def test_an_s3_server(bucket: tuple[str, Any], tars: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("treadle.pipeline.storage.RANGE_BYTES", 40_000)
+    monkeypatch.setattr("treadle.pipeline.ranges.RANGE_BYTES", 40_000)
     pattern = tars.write_texts(tmp_path, [60, 45, 70])
     for path in sorted(tmp_path.glob("*.tar")):
         bucket[1].put_object(Bucket="shards", Key=f"train/{path.name}", Body=path.read_bytes())
@@ -321,6 +349,7 @@ def test_an_s3_server(bucket: tuple[str, Any], tars: Any, tmp_path: Path, monkey
     Shard(url).close()
 
 
+@pytest.mark.usefixtures("reader")
 def test_an_s3_server_without_the_object(bucket: tuple[str, Any]) -> None:
     with pytest.raises(ShardError) as raised:
         list(Shard(f"{bucket[0]}/none.tar", policy=QUICK).samples())
@@ -329,8 +358,9 @@ def test_an_s3_server_without_the_object(bucket: tuple[str, Any]) -> None:
         expand_urls(f"{bucket[0]}/nowhere/*.tar")
 
 
+@pytest.mark.usefixtures("reader")
 def test_an_s3_object_that_changes(bucket: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("treadle.pipeline.storage.RANGE_BYTES", 40_000)
+    monkeypatch.setattr("treadle.pipeline.ranges.RANGE_BYTES", 40_000)
     bucket[1].put_object(Bucket="shards", Key="changing", Body=bytes(100_000))
     with open_stream(f"{bucket[0]}/changing", policy=QUICK) as stream:
         assert stream.read(40_000) == bytes(40_000)
@@ -340,11 +370,12 @@ def test_an_s3_object_that_changes(bucket: tuple[str, Any], monkeypatch: pytest.
     assert (raised.value.kind, raised.value.offset) == ("changed", 40_000)
 
 
+@pytest.mark.usefixtures("reader")
 def test_s3_faults(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from s3fs import S3FileSystem
 
     S3FileSystem.clear_instance_cache()
-    monkeypatch.setattr("treadle.pipeline.storage.RANGE_BYTES", 100_000)
+    monkeypatch.setattr("treadle.pipeline.ranges.RANGE_BYTES", 100_000)
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.port}")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAEXAMPLE")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2")
@@ -365,6 +396,38 @@ def test_s3_faults(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     S3FileSystem.clear_instance_cache()
 
 
+@pytest.mark.usefixtures("reader")
+def test_an_s3_endpoint_that_nobody_reaches_is_given_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    from s3fs import S3FileSystem
+
+    S3FileSystem.clear_instance_cache()
+    for module in ("fsspec_source", "object_store"):
+        monkeypatch.setattr(f"treadle.pipeline.{module}.contacts", Contacts())
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAEXAMPLE")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    policy = RetryPolicy(attempts=10_000, budget=10_000, base_delay_s=0.01, max_delay_s=0.01, first_contact_s=0.1)
+    with pytest.raises(StorageError, match=r"127\.0\.0\.1:1.*nothing there has ever answered"):
+        read_all("s3://nowhere/a.tar", policy)
+    S3FileSystem.clear_instance_cache()
+
+
+def test_obstore_trusts_whom_a_bundle_names(secure: Any, authority: tuple[Path, ssl.SSLContext], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("obstore", reason="it is an extra: treadle[obstore] is not installed")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"https://localhost:{secure.port}")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAEXAMPLE")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2")
+    monkeypatch.delenv("AWS_CA_BUNDLE", raising=False)
+    with pytest.raises(StorageError, match="AWS_CA_BUNDLE or SSL_CERT_FILE may name a bundle") as raised:
+        read_all("s3://shards/a.tar")
+    assert raised.value.kind == "refused"
+    monkeypatch.setenv("AWS_CA_BUNDLE", str(authority[0]))
+    secure.faults = [lambda handler: handler.serve(cut=100_000)]
+    assert read_all("s3://shards/a.tar") == secure.body
+
+
+@pytest.mark.usefixtures("reader")
 def test_the_same_quarantine_from_any_store(bucket: tuple[str, Any], server: Any, tars: Any, tmp_path: Path) -> None:
     tars.write_texts(tmp_path, [30])
     body = bytearray((tmp_path / "000.tar").read_bytes())
