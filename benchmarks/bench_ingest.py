@@ -7,8 +7,8 @@ Over the same shards (examples/stamps/build.py), in turns, samples/s, two worker
                 down and which are started again, and in the webdataset loader's
   webdataset    webdataset + Pillow + soundfile + torchaudio's default resampler in a DataLoader with two worker processes
 
-`samples` is the rate of a whole run of `--epochs` passes, start-up included: ShardStream starts two interpreters and imports what decodes,
-the others fork. `sustained samples` is the rate without that: the samples that a run has more than one of a single pass, by the time that
+`samples` is the rate of a whole run of `--epochs` passes, start-up included: ShardStream's processes are forked from the one that the warm-up's
+stream has left, the others' from this one, so that imports are paid before the clock starts on either side. `sustained samples` is the rate without that: the samples that a run has more than one of a single pass, by the time that
 it takes more.
 
     python benchmarks/bench_ingest.py --shards shards

@@ -42,6 +42,7 @@ from treadle import (
     TrainerConfig,
 )
 from treadle.kernels import compiled
+from treadle.kernels.dispatch import compute_dtype
 from treadle.kernels.rms_norm import rms_norm
 from treadle.kernels.rotary import rotary
 from treadle.kernels.segment_attention import segment_attention
@@ -53,7 +54,7 @@ from treadle.model.layout import BatchLayout
 from treadle.model.mesh import World
 from treadle.model.network import Network
 from treadle.model.objectives import Objectives
-from treadle.model.tower import Block, compute_dtype, inner_width
+from treadle.model.tower import Block, inner_width
 from treadle.pipeline import Schema
 
 HIDDEN, DEPTH = 512, 12

@@ -60,6 +60,18 @@ def worker_environment() -> dict[str, str]:
     return {**_ENVIRONMENT, **os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
+def codec_modules(shape: BatchShape) -> list[str]:
+    """What the decoders of the modalities in `shape` import on first use: a process that others are forked from imports it for all."""
+    names: list[str] = []
+    if shape.is_live(Modality.IMAGE):
+        names += ["simplejpeg", "PIL.Image", "PIL.JpegImagePlugin", "PIL.PngImagePlugin", "PIL.WebPImagePlugin"]
+    if shape.is_live(Modality.AUDIO):
+        names += ["av", "av.logging", "soxr"]
+    if shape.is_live(Modality.VIDEO):
+        names += ["av", "av.logging", "av.video.reformatter"]
+    return names
+
+
 class NoWorker(Exception):
     """No worker can be started here."""
 

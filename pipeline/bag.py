@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from treadle.decoders import DecodeError, DecodeOptions, Payload, decode
 from treadle.decoders.errors import DecodeErrorKind
 from treadle.pipeline.identity import as_group, item_ids, mixed
-from treadle.pipeline.items import Edges, Relations, StepItems
+from treadle.pipeline.items import AllPairs, Edges, Relations, StepItems
 from treadle.shape import BatchShape, Modality
 
 OnError = Literal["raise", "drop"]
@@ -39,6 +40,8 @@ class EdgeColumns(NamedTuple):
         """The edges of a set in compressed sparse rows."""
         if not len(edges):
             return NO_EDGES
+        if isinstance(edges, AllPairs):
+            return shared_columns(len(edges.offsets) - 1)
         return cls(edges.sources(), edges.ids.astype(np.int64), edges.weights_or_ones())
 
     def remapped(self, place_of: NDArray[np.int64]) -> "EdgeColumns":
@@ -48,6 +51,22 @@ class EdgeColumns(NamedTuple):
         sources, targets, weights = sources[kept], targets[kept], self.weights[kept]
         order = np.lexsort((targets, sources))
         return EdgeColumns(sources[order], targets[order], weights[order])
+
+
+class SharedColumns(EdgeColumns):
+    """The columns of `AllPairs`, which go to another process as the number of items."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> "tuple[Callable[[int], EdgeColumns], tuple[int]]":
+        return shared_columns, (int(self.sources[-1]) + 1,)
+
+
+@lru_cache(maxsize=64)
+def shared_columns(num_items: int) -> EdgeColumns:
+    """The columns of `AllPairs`: one object for all bags of so many items."""
+    pairs = AllPairs(num_items)
+    return SharedColumns(pairs.sources(), pairs.ids.astype(np.int64), pairs.weights_or_ones())
 
 
 NO_EDGES = EdgeColumns(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32))

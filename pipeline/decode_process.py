@@ -166,6 +166,10 @@ class RingWriter:
     def put(self, data: memoryview) -> Span | None:
         """Copies `data` into the ring; None where this result fills it alone."""
         size, capacity = data.nbytes, len(self._data)
+        if self.end == self._begin and self.end == self._header[RELEASED] and self.end % capacity:
+            # All is fetched, and nobody else writes this entry before the next result: memory that both have just used is nearest.
+            self.end += -self.end % capacity
+            self._begin = self._header[RELEASED] = self.end
         place = self.end % capacity
         # An array lies in one piece: what is left before the ring's edge is passed over.
         gap = capacity - place if place + size > capacity else 0

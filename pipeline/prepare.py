@@ -12,6 +12,7 @@ from functools import partial
 from typing import NamedTuple
 
 from treadle.decoders import DecodeError, DecodeOptions
+from treadle.decoders.isolate import codec_modules
 from treadle.pipeline.bag import DecodedBag, decode_bag
 from treadle.pipeline.decode_process import Watch
 from treadle.pipeline.order import Held
@@ -96,6 +97,11 @@ class Preparer:
     shape: BatchShape
     options: DecodeOptions
     retry: RetryPolicy | None = None
+
+    @property
+    def modules(self) -> list[str]:
+        """What decoding will import."""
+        return codec_modules(self.shape)
 
     def watched(self, watch: Watch) -> Callable[[Read | Fetch], Outcome]:
         """The same in a worker process whose end costs one item: decoders need no processes of their own there."""

@@ -8,7 +8,7 @@ the rest of a result is pickled, by this package on both ends.
                  \\-- its chunks again, without that item --/      another worker takes its place
 """
 
-import json
+import contextlib
 import logging
 import mmap
 import os
@@ -16,7 +16,6 @@ import pickle
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -27,8 +26,9 @@ from typing import Any, Final, Generic, TypeVar
 import numpy as np
 
 from treadle.decoders import DecodeError
-from treadle.decoders.isolate import crash_error, worker_environment
+from treadle.decoders.isolate import crash_error
 from treadle.pipeline.decode_process import BEGUN, HEADER_BYTES, ITEM, RELEASED, RING_BYTES, STOP, TASK, Lost, Reply, send_whole
+from treadle.pipeline.nursery import fork_worker
 
 logger = logging.getLogger(__name__)
 
@@ -43,12 +43,6 @@ MAX_DEATHS: Final = 3
 
 PATIENCE_S: Final = 5.0
 """Seconds that a process whose socket is closed may take to end."""
-
-_PROGRAM: Final = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from treadle.pipeline.decode_process import main; main(int(sys.argv[2]), int(sys.argv[3]))"
-)
-
 
 _TOO_LONG: Final = DecodeError("timeout", "decoding took longer than DecodeOptions.max_wall_s, and its process was ended")
 
@@ -116,6 +110,7 @@ class _Worker(Generic[Task, Result]):
         self,
         number: int,
         work: bytes,
+        modules: Sequence[str],
         queue: _Queue[Task, Result],
         prepared: Callable[[Task], Task],
         died: Callable[["_Worker[Task, Result]", Sequence[_Chunk[Task, Result]]], None],
@@ -132,13 +127,7 @@ class _Worker(Generic[Task, Result]):
         memory = _memory()
         try:
             self._ring = mmap.mmap(memory, HEADER_BYTES + RING_BYTES) if memory >= 0 else None
-            fds = [theirs.fileno(), *([memory] if memory >= 0 else [])]
-            arguments = [json.dumps([path for path in sys.path if isinstance(path, str)]), str(theirs.fileno()), str(memory)]
-            # -P: the current folder shadows nothing; what this process finds, the worker finds in the same places.
-            command = [sys.executable, "-P", "-c", _PROGRAM, *arguments]
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=fds, env=worker_environment()
-            )
+            self._process = fork_worker(theirs.fileno(), memory, modules)
         except OSError:
             ours.close()
             raise
@@ -149,7 +138,8 @@ class _Worker(Generic[Task, Result]):
         self._header = None if self._ring is None else np.frombuffer(self._ring, np.int64, HEADER_BYTES // 8)
         if self._header is not None:
             self._header[ITEM] = -1
-        self._connection: Connection[Any, Any] = Connection(ours.detach())
+        self._socket = ours
+        self._connection: Connection[Any, Any] = Connection(os.dup(ours.fileno()))
         self._sender = threading.Thread(target=self._send, args=(work,), name=f"treadle-decode-send-{number}", daemon=True)
         self._receiver = threading.Thread(target=self._receive, name=f"treadle-decode-receive-{number}", daemon=True)
         self._sender.start()
@@ -240,6 +230,9 @@ class _Worker(Generic[Task, Result]):
             self._ended = True
             if self._header is not None:
                 self._header[STOP] = 1
+        # Without the nursery it cannot be killed, and this tells it to end.
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._process.kill()
         self._process.wait()
 
@@ -252,6 +245,7 @@ class _Worker(Generic[Task, Result]):
                 thread.join()
         with self._lock:
             self._connection.close()
+            self._socket.close()
             self._header = None
             ring, self._ring = self._ring, None
             if ring is not None:
@@ -276,6 +270,7 @@ class Processes(Generic[Task, Result]):
         self._prepared = prepared
         self._watched = hasattr(work, "watched")
         self._data = pickle.dumps(work)
+        self._modules: Sequence[str] = getattr(work, "modules", ())
         self._lock = threading.Lock()
         self._closing = self._broken = False
         self._false_starts = 0
@@ -286,7 +281,7 @@ class Processes(Generic[Task, Result]):
     def _start(self, number: int) -> None:
         with self._lock:
             if not self._closing:
-                self._workers.add(_Worker[Task, Result](number, self._data, self._queue, self._prepared, self._died))
+                self._workers.add(_Worker[Task, Result](number, self._data, self._modules, self._queue, self._prepared, self._died))
 
     @property
     def pids(self) -> list[int]:

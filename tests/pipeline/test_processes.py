@@ -133,7 +133,7 @@ def test_a_worker_that_dies_costs_what_it_had_and_another_takes_its_place() -> N
 
 
 def test_workers_that_end_as_they_start_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("treadle.pipeline.processes._PROGRAM", "raise SystemExit(3)")
+    monkeypatch.setattr("treadle.pipeline.nursery.PROGRAM", "raise SystemExit(3)")
     pool = Processes[Any, Any](math.isqrt, 2, same)
     try:
         futures = [pool.submit([4]) for _ in range(5)]
@@ -151,7 +151,7 @@ def test_a_worker_that_cannot_be_replaced_is_told(monkeypatch: pytest.MonkeyPatc
     pool = Processes[Any, Any](math.isqrt, 1, same)
     try:
         assert pool.submit([4]).result(timeout=60)[0] == [2]
-        monkeypatch.setattr(subprocess, "Popen", refused)
+        monkeypatch.setattr("treadle.pipeline.processes.fork_worker", refused)
         os.kill(pool.pids[0], signal.SIGKILL)
         with pytest.raises(WorkerDiedError):
             pool.submit([9]).result(timeout=60)
