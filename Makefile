@@ -24,7 +24,7 @@ help:
 	echo "make test    set up, lint, type checks, all tests"
 	echo "make kernels thorough kernel tests in Triton's interpreter and the full compile report, without a GPU (about 10 minutes)"
 	echo "make gpu     on a machine with a GPU: kernels, graph and step checked on it, then measured, into gpu_report/ (8 minutes)"
-	echo "make soak    a minute of eight threads decoding whole and damaged files of every kind, here and in worker processes; 50 kills of a stream, 20 of ranks"
+	echo "make soak    a minute of eight threads decoding whole and damaged files of every kind, here and in worker processes; 50 kills of a stream, 50 of readers that share a cache, 20 of ranks"
 	echo "make netns   two machines as network namespaces: power lost, a slow cable, a cut one (needs root)"
 	echo "make stores  gs:// and hf:// against servers of their HTTP APIs; installs their libraries"
 	echo "make fuzz    the tar reader against FUZZ_CASES mutated archives; the decoders, guided by coverage, for FUZZ_S seconds (corpus in FUZZ_DIR)"
@@ -113,7 +113,7 @@ stores: install
 
 soak: install
 	@TREADLE_SOAK_S=60 $(BIN)/python -m pytest -q tests/decoders/test_threads.py
-	TREADLE_KILLS=50 $(BIN)/python -m pytest -q tests/pipeline/test_kill.py
+	TREADLE_KILLS=50 $(BIN)/python -m pytest -q tests/pipeline/test_kill.py tests/pipeline/test_cache.py
 	TREADLE_KILLS=20 $(BIN)/python -m pytest -q tests/end_to_end/test_kills.py
 
 # FUZZ_CASES mutated tars, some 20 ms each; then FUZZ_S seconds of decoders. Inputs that reach new code stay in FUZZ_DIR, outside the repository.

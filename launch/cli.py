@@ -32,6 +32,15 @@ COMMANDS: dict[str, tuple[str, str]] = {
 DEBUG_VARIABLE = "TREADLE_DEBUG"
 
 
+class _PublicFormatter(logging.Formatter):
+    """Log lines without the credentials of URLs, whoever wrote them."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        from treadle.pipeline.storage import public_urls
+
+        return public_urls(super().format(record))
+
+
 class LazyGroup(click.Group):
     """A group whose commands are imported when they are called."""
 
@@ -59,7 +68,9 @@ def treadle(verbose: bool, debug: bool) -> None:
 
     Begin with `treadle demo`, then `treadle train --help`.
     """
-    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_PublicFormatter("%(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, handlers=[handler])
     if debug:
         os.environ[DEBUG_VARIABLE] = "1"  # seen by the processes that a run starts, too
 
@@ -73,7 +84,8 @@ def one_line(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         names = " -> ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
         return f"{names}: {error.strerror}" if names else error.strerror
-    text = " ".join(str(error).split())
+    # Notes say where: the shard, the sample and the member, of what was refused.
+    text = " ".join("; ".join([str(error), *getattr(error, "__notes__", ())]).split())
     plain = isinstance(error, ValueError | OSError | click.ClickException) or type(error).__module__.startswith("treadle.")
     return text if plain and text else f"{type(error).__name__}: {text}"
 
@@ -118,9 +130,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _fail(message: str, code: int, error: BaseException | None) -> int:
+    from treadle.pipeline.storage import public_urls
+
     if error is not None and os.environ.get(DEBUG_VARIABLE):
         import traceback
 
-        click.echo("".join(traceback.format_exception(error)), err=True, nl=False)
-    click.echo(f"treadle: {' '.join(message.split())}", err=True)
+        click.echo(public_urls("".join(traceback.format_exception(error))), err=True, nl=False)
+    click.echo(public_urls(f"treadle: {' '.join(message.split())}"), err=True)
     return code

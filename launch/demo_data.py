@@ -19,9 +19,8 @@ import numpy as np
 from treadle.launch.demo_captions import AXES, SECOND_LANGUAGES, Kind, caption
 from treadle.launch.demo_encode import ENCODERS, FORMATS
 from treadle.launch.demo_scenes import draw_scene
-from treadle.model.config import require_number
 from treadle.pipeline.whole_file import whole_file
-from treadle.shape import require_count, settle_numbers
+from treadle.shape import require_count, require_number, settle_numbers
 
 logger = logging.getLogger(__name__)
 

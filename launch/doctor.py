@@ -164,8 +164,9 @@ def _images() -> tuple[Standing, str]:
 
 
 def _memory() -> tuple[Standing, str]:
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return "ok", f"{total / 2**30:.1f} GiB"
+    from treadle.pipeline.memory import gib, host_bytes
+
+    return "ok", f"{gib(host_bytes())} for this process"
 
 
 def _disk(folder: Path) -> tuple[Standing, str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from treadle.launch.config import ConfigError
-from treadle.launch.flags import CONTEXT, Suggesting, configuration, flags, take_flags
+from treadle.launch.flags import CONTEXT, Suggesting, check_device, configuration, flags, take_flags
 from treadle.launch.settings import SourceSettings
 from treadle.pipeline import Schema
 from treadle.pipeline.samples import modality_of
@@ -23,8 +23,10 @@ CHUNK_ITEMS = 512
 """Items read before they are encoded: what is in memory at a time."""
 
 CHUNK_BYTES = 2**28
+"""Likewise, their bytes."""
 
 MAX_FILE_BYTES = 2**30
+"""A larger file is no one item."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,7 @@ def encode_command(
         raise ConfigError(f"--out is {out}: it must end in .npy or .safetensors")
     if not inputs and not texts:
         raise ConfigError("there is nothing to encode: name files or shards, or give --text")
+    check_device("--device", device)
     path = find_checkpoint(checkpoint)
     make_folder(out.parent)
     encoder = Encoder.load(path, device)

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from treadle.launch.config import ConfigError
-from treadle.launch.flags import CONTEXT, Suggesting, configuration, flags, take_flags
+from treadle.launch.flags import CONTEXT, Suggesting, check_device, configuration, flags, take_flags
 from treadle.launch.settings import HeldOutSettings
 from treadle.shape import Objective
 
@@ -32,10 +32,11 @@ def evaluate_command(
     """
     from treadle.launch.held_out import HeldOut
     from treadle.launch.report import recall_table
+    from treadle.launch.samples import named
     from treadle.model import Encoder
     from treadle.model.checkpoint_folder import find_checkpoint
-    from treadle.model.network import Network
 
+    check_device("--device", device)
     path = find_checkpoint(checkpoint)
     defaults = _settings_of_run(path)
     if shards:
@@ -48,11 +49,10 @@ def evaluate_command(
         click.echo(f"warning: {path} was trained by masked terms alone: nothing drew its vectors together or apart", err=True)
     if dimensions is not None and dimensions > encoder.hidden:
         raise ConfigError(f"--dimensions is {dimensions}: the vectors of {path} have {encoder.hidden} values")
-    network: Network = encoder.network
     held_out = HeldOut.read(settings, replace(encoder.config, mesh=None))
-    result = held_out.evaluate(network, encoder.device, bf16=encoder.bf16, dimensions=dimensions)
+    result = held_out.evaluate(encoder.network, encoder.device, bf16=encoder.bf16, dimensions=dimensions)
     if not result.pairs:
-        raise ValueError(f"{', '.join(shards)}: no sample holds items of two modalities: there is nothing to look for")
+        raise ValueError(f"{named(settings.sources)}: no sample holds items of two modalities: there is nothing to look for")
     record = {
         "checkpoint": str(path),
         "samples": held_out.samples,

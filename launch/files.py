@@ -6,13 +6,15 @@ from pathlib import Path
 from treadle.pipeline.whole_file import whole_file
 
 
-def write_text(path: Path, text: str) -> None:
-    """Writes a whole text file, UTF-8.
+def write_text(path: Path, text: str, *, private: bool = False) -> None:
+    """Writes a whole text file, UTF-8; a private one is for its owner's eyes alone.
 
     Raises:
         OSError: the folder or the disk refused it.
     """
     with whole_file(path) as file:
+        if private:
+            os.fchmod(file.fileno(), 0o600)
         file.write(text.encode("utf-8"))
 
 

@@ -2,18 +2,36 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_args, get_origin
+from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args, get_origin
 
 import click
 
 from treadle.launch.config import ConfigError, Leaf, Tree, build, describe, leaves, locate, nearest, parse_flag, read_toml, set_path
 from treadle.launch.toml_text import value_text
 
+if TYPE_CHECKING:
+    import torch
+
 T = TypeVar("T")
 Command = Callable[..., object]
 
 CONTEXT = {"token_normalize_func": lambda token: token.replace("-", "_"), "help_option_names": ["-h", "--help"], "max_content_width": 120}
 """Lets a flag be typed with hyphens or underscores; TOML keys have underscores."""
+
+
+def check_device(name: str, device: "str | torch.device | None") -> None:
+    """Checks the device that a command is told to run on, before anything is read.
+
+    Raises:
+        ConfigError: there is no such device here.
+    """
+    if device is not None:
+        from treadle.model.device import pick_device
+
+        try:
+            pick_device(name, device)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
 
 
 def _is_list(leaf: Leaf) -> bool:
@@ -30,12 +48,11 @@ def _shown_default(leaf: Leaf) -> str:
         return "required" if not isinstance(leaf.default, tuple) else "[]"
 
 
-def flags(owner: type, *, only: Sequence[str] = ()) -> Callable[[Command], Command]:
-    """Adds a flag to a click command for every value of `owner`, or of the fields named in `only`."""
+def flags(owner: type) -> Callable[[Command], Command]:
+    """Adds a flag to a click command for every value of `owner`."""
 
     def add(command: Command) -> Command:
-        listed = [leaf for leaf in leaves(owner) if not only or leaf.path[0] in only]
-        for leaf in reversed(listed):
+        for leaf in reversed(leaves(owner)):
             note = f"[{describe(leaf.hint)}; {_shown_default(leaf)}]"
             command = click.option(
                 f"--{leaf.name}",

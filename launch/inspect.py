@@ -55,6 +55,8 @@ def inspect_command(sources: tuple[str, ...], config: Path | None, page: Path | 
 
     Lengths come from headers; nothing is changed.
     """
+    from treadle.launch.samples import named
+    from treadle.launch.streams import check_batch
     from treadle.launch.survey import packed_examples, suggest, survey
 
     tree = packing_tree(config, sources)
@@ -63,10 +65,12 @@ def inspect_command(sources: tuple[str, ...], config: Path | None, page: Path | 
     data = settings.data
     if not data.sources:
         raise click.UsageError("there is nothing to inspect: name shards, or a configuration that does")
+    if settings.batch is not None:
+        check_batch(settings.batch)
     found = survey(data.sources, settings.batch, data.schema, data.decode, settings.limit or None)
     if not found.samples:
         kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(found.left_out.items())) or "they are empty"
-        raise ValueError(f"{', '.join(url for source in data.sources for url in source.urls)}: no sample could be read ({kinds})")
+        raise ValueError(f"{named(data.sources)}: no sample could be read ({kinds})")
     shape = settings.batch or suggest(found)
     if only_toml:
         click.echo(shape_toml(shape), nl=False)

@@ -83,9 +83,12 @@ def pack_command(sources: tuple[str, ...], out: str, config: Path | None, **para
 def _pack(settings: PackSettings, out: str) -> None:
     from treadle.launch.packing import Packed, already_packed, is_joined, pack_all
     from treadle.launch.report import Bar
+    from treadle.launch.samples import named
     from treadle.launch.signals import StopRequest
+    from treadle.launch.streams import check_batch
     from treadle.pipeline.storage import public_url
 
+    check_batch(settings.batch, settings.data.max_edges)
     where = public_url(out)
     before = [already_packed(out, part, settings.ranks) for part in range(settings.ranks)]
     batches_before = sum(part.batches for part in before)
@@ -102,7 +105,7 @@ def _pack(settings: PackSettings, out: str) -> None:
 
         done = pack_all(settings, out, tell=tell, stopped=lambda: bool(stop))
     if not done.batches:
-        raise ValueError(f"{', '.join(url for source in settings.data.sources for url in source.urls)}: holds no item that could be packed")
+        raise ValueError(f"{named(settings.data.sources)}: holds no item that could be packed")
     click.echo(
         f"wrote {done.batches:,} batches to {where}: {done.segments:,} items, {done.tokens:,} tokens, fill {done.mean_fill:.4f}, "
         f"{done.dropped:,} items dropped"

@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from treadle.launch.samples import named
 from treadle.launch.settings import PackSettings
 from treadle.launch.streams import open_stream
 from treadle.model.config import LateInteraction
@@ -135,7 +136,7 @@ def pack_part(settings: PackSettings, out: str, part: int, *, tell: Callable[[Pa
             done.lost = Counter(stream.quarantine.counts)
             if parts == 1 and not done.batches and not stopped():
                 raise ValueError(
-                    f"{', '.join(url for source in settings.data.sources for url in source.urls)}: holds no item that could be packed"
+                    f"{named(settings.data.sources)}: holds no item that could be packed"
                     f"{''.join(f', {count} {kind}' for kind, count in sorted(done.lost.items()))}"
                 )
             done.complete = not stopped() or done.batches == most

@@ -14,6 +14,7 @@ from treadle.pipeline.grouping import split_name
 from treadle.pipeline.samples import SampleError, sample_id
 from treadle.pipeline.shards import Shard, ShardError
 from treadle.pipeline.sources import expand_urls
+from treadle.pipeline.storage import public_url
 from treadle.shape import BatchShape
 
 logger = logging.getLogger(__name__)
@@ -24,6 +25,7 @@ class LabelledSample:
     """One sample, ready to be decoded."""
 
     url: str
+    """Its shard, without credentials."""
     key: str
     items: StepItems
     fields: tuple[str, ...]
@@ -37,6 +39,11 @@ def shard_urls(sources: Sequence[SourceSettings]) -> list[str]:
         ValueError: a pattern names no shard.
     """
     return [url for source in sources for url in expand_urls(list(source.urls))]
+
+
+def named(sources: Sequence[SourceSettings]) -> str:
+    """What the sources are called in a message: their patterns, without credentials."""
+    return ", ".join(public_url(url) for source in sources for url in source.urls)
 
 
 def read_samples(
@@ -59,6 +66,7 @@ def read_samples(
     counts: Counter[str] = Counter() if skipped is None else skipped
     given = 0
     for place, url in enumerate(shard_urls(sources)):
+        shown = public_url(url)
         try:
             for sample in Shard(url).samples():
                 if limit is not None and given >= limit:
@@ -70,12 +78,12 @@ def read_samples(
                     bag = schema.bag(sample, 0, place, sample_id(url, sample.index), shape)
                 except SampleError as error:
                     counts[error.kind] += 1
-                    logger.warning("%s: sample %s: %s", url, sample.key, error)
+                    logger.warning("%s: sample %s: %s", shown, sample.key, error)
                     continue
                 counts.update(bag.left_out)
                 if len(bag.items):
                     given += 1
-                    yield LabelledSample(url, sample.key, bag.items, tuple(split_name(member)[1] for member in bag.members))
+                    yield LabelledSample(shown, sample.key, bag.items, tuple(split_name(member)[1] for member in bag.members))
         except ShardError as error:
             counts[error.kind] += 1
-            logger.warning("%s: %s: the rest of the shard is left out", url, error)
+            logger.warning("%s: %s: the rest of the shard is left out", shown, error)

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Literal
 
 from treadle.decoders.limits import DecodeOptions
-from treadle.model.config import LateInteraction, MeshOptions, TrainerConfig, require_number
+from treadle.model.config import LateInteraction, MeshOptions, TrainerConfig
 from treadle.pipeline.packer import MAX_WINDOW
 from treadle.pipeline.quarantine import Budget
 from treadle.pipeline.samples import Schema
-from treadle.shape import BatchShape, require_count, settle_numbers
+from treadle.pipeline.storage import public_url
+from treadle.shape import BatchShape, require_count, require_number, settle_numbers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +88,7 @@ class DataSettings:
                 require_count("DataSettings", name, getattr(self, name), least, most)
         if self.sources and self.packed:
             raise ValueError(
-                f"sources and packed are both set (packed is {self.packed!r}), and a run reads one of them: take data.sources out of the "
+                f"sources and packed are both set (packed is {public_url(self.packed)!r}), and a run reads one of them: take data.sources out of the "
                 "configuration to read packed batches (with the flag --data.packed, too), or leave data.packed out to read samples"
             )
 
@@ -117,7 +118,7 @@ class PackSettings:
         require_count("PackSettings", "ranks", self.ranks, 1, 2**16)
         require_count("PackSettings", "workers", self.workers, 0, 1024)
         if self.data.packed:
-            raise ValueError(f"data.packed is {self.data.packed!r}: that is packed already; name shards of samples as sources")
+            raise ValueError(f"data.packed is {public_url(self.data.packed)!r}: that is packed already; name shards of samples as sources")
         if self.data.sources and not self.max_batches and self.data.epochs is None:
             raise ValueError("data.epochs is none and max_batches is 0: packing would never end; give --data.epochs 1 or --max_batches N")
 

@@ -5,9 +5,12 @@ import zlib
 from dataclasses import replace
 from typing import Protocol
 
+from treadle.launch.config import ConfigError
 from treadle.launch.settings import DataSettings, SourceSettings
 from treadle.model.config import LateInteraction
 from treadle.pipeline import ShardCache, ShardStream, Source
+from treadle.pipeline.layout import Capacities, batch_layout
+from treadle.pipeline.memory import check_memory
 from treadle.pipeline.sources import MAX_SHARDS, ListedUrls, expand_urls
 from treadle.shape import BatchShape
 
@@ -84,6 +87,20 @@ def open_stream(
         max_edges=data.max_edges or max_edges,
         late_interaction=late_interaction,
     )
+
+
+def check_batch(shape: BatchShape, max_edges: int = 0) -> None:
+    """Checks that this machine can hold a batch of the configured capacities, before anything is started.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    whole = shape.resolved()
+    capacities = Capacities.of(whole, max_edges)
+    try:
+        check_memory(whole, capacities, batch_layout(whole, capacities.edges))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def stream_sources(data: DataSettings) -> list[str] | list[Source]:

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from treadle.launch.config import ConfigError
-from treadle.launch.flags import CONTEXT, Suggesting, configuration, flags, take_flags
+from treadle.launch.flags import CONTEXT, Suggesting, check_device, configuration, flags, take_flags
 from treadle.launch.settings import RunSettings
 from treadle.launch.toml_text import template
 
@@ -47,8 +47,10 @@ def train_command(
     settings, checkpoint = _settings(config, resume, parameters)
     if show_config:
         from treadle.launch.toml_text import to_tree, toml_text
+        from treadle.pipeline.storage import public_urls
 
-        click.echo(toml_text(to_tree(settings.resolved())), nl=False)
+        # No credential is printed: whoever runs this text puts them back, or has them in the environment, where they belong.
+        click.echo(public_urls(toml_text(to_tree(settings.resolved()))), nl=False)
         return
     _start(settings, checkpoint, auto_resume=auto_resume and checkpoint is None)
 
@@ -75,13 +77,7 @@ def _settings(config: Path | None, resume: Path | None, parameters: dict[str, An
     settings = configuration(RunSettings, config, given)
     if checkpoint is None and settings.trainer.resume is not None:
         checkpoint = _found(Path(settings.trainer.resume))
-    if settings.trainer.device is not None:
-        from treadle.model.device import pick_device
-
-        try:
-            pick_device("trainer.device", settings.trainer.device)
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
+    check_device("trainer.device", settings.trainer.device)
     return settings, checkpoint
 
 
@@ -111,9 +107,11 @@ def _leaves() -> "list[Any]":
 
 def _start(settings: RunSettings, checkpoint: Path | None, *, auto_resume: bool) -> None:
     from treadle.launch import workers
+    from treadle.launch.streams import check_batch
 
     os.environ.update(workers.adopt_slurm(os.environ))
     role = workers.role(settings.workers, os.environ)
+    check_batch(settings.trainer.batch, settings.data.max_edges or settings.trainer.contrastive.max_edges_per_device)
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     if restarted or auto_resume:
         # What was saved since is newer than the checkpoint that the first start was given.

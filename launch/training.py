@@ -20,9 +20,11 @@ from treadle.launch.toml_text import to_tree, toml_text
 from treadle.model import Mesh, StepResult, Trainer
 from treadle.model.checkpoint import read_checkpoint, versions
 from treadle.model.checkpoint_folder import FOLDER, CheckpointFolder
+from treadle.model.device import computes_in_bf16
 from treadle.model.mesh import World, require_same
 from treadle.model.objectives import TERMS, term_weights
 from treadle.pipeline import PackedBatch, PackedReader, Quarantine, ShardStream
+from treadle.pipeline.storage import public_urls
 from treadle.shape import Objective
 
 logger = logging.getLogger(__name__)
@@ -127,17 +129,22 @@ class Run:
             self._checkpoints = CheckpointFolder(settings.output / FOLDER, keep=settings.keep)
             self._log: RunLog | None = None
             if first:
-                write_text(settings.output / CONFIG_NAME, toml_text(to_tree(settings.resolved())))
+                text = toml_text(to_tree(settings.resolved()))
+                # URLs with credentials are needed to go on with the run, and are nobody else's business.
+                write_text(settings.output / CONFIG_NAME, text, private=public_urls(text) != text)
                 self._log = stack.enter_context(RunLog(settings.output, after_step=trainer.steps_done))
             if trainer.steps_done:
                 self._checkpoints.forget_after(trainer.steps_done)
             total = settings.trainer.schedule.steps
             self._bar = stack.enter_context(Bar("training", total, quiet=self._quiet or not first))
             self._bar.at(trainer.steps_done)
-            if resume is not None:
-                self._bar.say(f"going on after step {trainer.steps_done} of {total}, from {resume}")
             if trainer.steps_done >= total:
-                self._bar.say(f"{resume} is at step {trainer.steps_done} and the schedule ends at {total}: raise it with --steps to go on")
+                self._bar.say(
+                    f"{resume} is at step {trainer.steps_done}: the run of {total} steps is finished already; to go on, ask for more than "
+                    f"that, as with --steps {2 * trainer.steps_done}"
+                )
+            elif resume is not None:
+                self._bar.say(f"going on after step {trainer.steps_done} of {total}, from {resume}")
             return self._train(stream)
 
     def _train(self, stream: ShardStream | PackedReader) -> RunResult:
@@ -234,7 +241,7 @@ class Run:
                     take_part(trainer.network, settings.trainer, trainer.device, passes)
         if trainer.world.rank == 0:
             assert self._held_out is not None
-            bf16 = (settings.trainer.precision or ("bf16" if trainer.device.type == "cuda" else "fp32")) == "bf16"
+            bf16 = computes_in_bf16(settings.trainer.precision, trainer.device)
             result = self._held_out.evaluate(trainer.network, trainer.device, bf16=bf16)
             self._result = result
             value = result.value(settings.held_out.best_by, settings.trainer.objective)

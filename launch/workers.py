@@ -19,7 +19,6 @@ logger = logging.getLogger(__name__)
 SAVING_S = 600
 """How long a rank that was asked to stop may take to save before it is killed, seconds."""
 
-
 SILENCE_S = 30
 """How long the machine where launchers meet may not answer, seconds; it takes a launcher for lost after 15."""
 

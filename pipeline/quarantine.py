@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Self
 
 from treadle.pipeline.storage import public_text, public_url
-from treadle.shape import require_count, settle_numbers
+from treadle.shape import require_count, require_member, require_path, settle_numbers
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Quarantine:
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
-        self.path = None if path is None else Path(path)
+        self.path = None if path is None else Path(require_path("Quarantine", "path", path))
         """The log, None where only counts are kept."""
         self.counts: Counter[str] = Counter()
         """What was skipped so far, by kind."""
@@ -88,7 +88,13 @@ class Quarantine:
             offset: its byte in the unpacked tar, -1 where there is none.
             kind: a stable word; counted.
             reason: a sentence for people.
+
+        Raises:
+            ValueError: an argument is of another type.
         """
+        for name, text in (("url", url), ("key", key), ("member", member), ("kind", kind), ("reason", reason)):
+            require_member("Quarantine.record", name, text, str)
+        offset = require_count("Quarantine.record", "offset", offset, -1, 2**63 - 1)
         line = {
             "url": public_url(url),
             "key": key[:MAX_TEXT],

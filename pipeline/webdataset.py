@@ -13,7 +13,8 @@ from treadle.pipeline.prepare import Place, Preparer, Read
 from treadle.pipeline.quarantine import Quarantine
 from treadle.pipeline.samples import Schema, sample_id
 from treadle.pipeline.shards import RawField, RawSample
-from treadle.shape import BatchShape
+from treadle.pipeline.storage import public_url
+from treadle.shape import BatchShape, require_choice, require_member, shown
 
 
 def from_webdataset(
@@ -37,11 +38,15 @@ def from_webdataset(
         quarantine: counts what cannot be decoded; None counts nothing.
 
     Raises:
-        ValueError: a sample is no dictionary with a key, or holds something that is neither bytes nor text.
+        ValueError: an argument is of another type; a sample is no dictionary with a key, or holds something that is neither bytes nor text.
         SampleError | DecodeError: under `on_error="raise"`, with a note that says which sample.
     """
-    if on_error not in ("quarantine", "raise"):
-        raise ValueError(f'from_webdataset: on_error is {on_error!r}: it must be "quarantine" or "raise"')
+    if isinstance(dataset, str | bytes | Mapping) or not isinstance(dataset, Iterable):
+        raise ValueError(f"from_webdataset.dataset is {shown(dataset)}: it must be a WebDataset pipeline, or a list of its samples")
+    require_member("from_webdataset", "shape", shape, BatchShape)
+    require_choice("from_webdataset", "on_error", on_error, ("quarantine", "raise"))
+    for name, value, kind in (("schema", schema, Schema), ("options", options, DecodeOptions), ("quarantine", quarantine, Quarantine)):
+        require_member("from_webdataset", name, value, kind, optional=True)
     preparer = Preparer(schema or Schema(), shape.resolved(), options or DecodeOptions())
     packer = Packer(shape, window=window, max_edges=max_edges, late_interaction=late_interaction, options=preparer.options)
     return _packed(dataset, preparer, packer, on_error, quarantine or Quarantine())
@@ -56,7 +61,7 @@ def _packed(
         outcome = preparer(Read(Place(0, 0, url, sample_id(url, raw.index)), raw))
         for error, member, offset in outcome.problems():
             if on_error == "raise":
-                error.add_note(f"in sample {raw.key!r} of {url or 'the dataset'}{f', member {member!r}' if member else ''}")
+                error.add_note(f"in sample {raw.key!r} of {public_url(url) or 'the dataset'}{f', member {member!r}' if member else ''}")
                 raise error
             quarantine.record(url=url, key=raw.key, member=member, offset=offset, kind=error.kind, reason=error.detail)
         if outcome.bag is None:

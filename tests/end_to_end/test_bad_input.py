@@ -119,7 +119,7 @@ class TestSources:
         done = treadle("inspect", "odd.tar")
         assert "unknown_extension" in done.out
         done = treadle("train", path, "--output", "strict", "--data.sources", "odd.tar", "--data.on_error", "raise", code=1)
-        assert "treadle: " in done.err
+        assert re.search(r"in shard .*odd\.tar, sample '[abc]', member '(a\.mp3|b\.wav|c\.png)', at byte", clear(done.err))
 
     def test_a_truncated_shard_gives_what_is_whole(self, treadle: Run, config: Callable[..., Path], shards: Path, tmp_path: Path) -> None:
         whole = sorted(shards.glob("train-*.tar"))[0].read_bytes()
@@ -168,6 +168,24 @@ class TestCheckpoints:
         done = treadle("encode", checkpoint, picture, "--out", "v.npy", code=1)
         assert "image is not encoded here: the run trained text" in done.err
         assert not (tmp_path / "v.npy").exists()
+
+
+class TestCapacities:
+    def test_a_batch_that_the_host_cannot_hold(
+        self, treadle: Run, config: Callable[..., Path], shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("treadle.pipeline.memory.host_bytes", lambda: 2**32)
+        edges = config(extra="[trainer.contrastive]\nmax_edges_per_device = 2147483647\n")
+        # 24 bytes an edge in the three sets; no field of its shape comes near.
+        told = (
+            r"a batch takes 48.0 GiB \([\d,]+ bytes\), the host has 4.0 GiB: most of it, 48.0 GiB, is for max_edges, 2147483647; lower it"
+        )
+        for command in (("train", edges), ("pack", "--config", edges, "--out", tmp_path / "packed")):
+            assert re.search(told, clear(treadle(*command, code=2).err))
+        assert not (tmp_path / "run").exists() and not (tmp_path / "packed").exists()
+        rows = ("--batch.max_rows_per_device", 2**20, "--batch.max_columns_per_row", 1024, "--batch.max_segments_per_device", 8)
+        told = "most of it, 5.0 GiB, is for BatchShape.max_rows_per_device x max_columns_per_row, 1048576 x 1024; lower it"
+        assert told in clear(treadle("inspect", shards / "train-000000.tar", *rows, code=2).err)
 
 
 class TestOutputs:

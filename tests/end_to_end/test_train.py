@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,6 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors import safe_open
+
+from treadle.pipeline.ledger import STAGES
 
 Run = Callable[..., Any]
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -54,7 +57,11 @@ def stop_at(process: "subprocess.Popen[str]", step: int, number: signal.Signals)
     return out, "".join(seen) + err
 
 
-def test_a_run_leaves_everything_it_promises(treadle: Run, config: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_run_leaves_everything_it_promises(
+    treadle: Run, config: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Without a terminal progress is told now and then: here, after each step.
+    monkeypatch.setattr("treadle.launch.report.Bar.LINE_S", 0.0)
     done = treadle("train", config(steps=4, evaluate_every=2))
     output = tmp_path / "run"
     names = {path.relative_to(output).as_posix() for path in output.rglob("*") if path.is_file()}
@@ -85,6 +92,13 @@ def test_a_run_leaves_everything_it_promises(treadle: Run, config: Callable[...,
         "fill",
     ):
         assert sum(row[name] for row in trained) > 0, name  # a batch may lack a modality
+    # What the stream's stages do, and which of them the others wait for.
+    for row in trained:
+        assert row["limiting_stage"] in STAGES and row["in_flight_bytes"] >= 0
+        for stage in ("read", "decode", "pack"):
+            assert row[f"{stage}_busy_s"] > 0 and row[f"{stage}_bytes_per_s"] > 0
+            assert row[f"{stage}_wait_input_s"] >= 0 and row[f"{stage}_wait_room_s"] >= 0
+    assert re.search(r"training: 3/4 .* loss .* tokens/s, (reading|decoding|packing|the training step) limits", done.err)
     held_out = rows(output, "held_out")
     assert [row["step"] for row in held_out] == [2, 4]
     assert 0 <= held_out[0]["text_to_image/recall_at_1"] <= 1
@@ -147,6 +161,9 @@ def test_a_restart_goes_on_from_the_newest_checkpoint_whatever_the_first_start_w
     treadle("train", path, "--resume", tmp_path / "run", "--steps", 3)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert "going on after step 3 of 4" in treadle("train", path, "--resume", first, "--steps", 4).err
+    finished = treadle("train", "--resume", tmp_path / "run", "--steps", 2).err
+    assert "is at step 4: the run of 2 steps is finished already; to go on, ask for more than that, as with --steps 8" in finished
+    assert "going on" not in finished
 
 
 def test_under_torchrun_it_is_a_rank(config: Callable[..., Path], environment: dict[str, str], tmp_path: Path) -> None:
@@ -239,7 +256,7 @@ def test_a_run_that_has_moved_resumes_where_it_lies(treadle: Run, config: Callab
 def test_resuming_a_run_that_is_done_says_so(treadle: Run, config: Callable[..., Path], tmp_path: Path) -> None:
     treadle("train", config(steps=1))
     done = treadle("train", "--resume", tmp_path / "run")
-    assert "raise it with --steps to go on" in done.err
+    assert "the run of 1 steps is finished already; to go on, ask for more than that, as with --steps 2" in done.err
     assert "trained to step 1" in done.out
 
 

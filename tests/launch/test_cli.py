@@ -106,6 +106,8 @@ def test_python_m_is_the_command() -> None:
         (["inspect"], "there is nothing to inspect"),
         (["encode", "c.safetensors", "a.png", "--out", "v.txt"], "must end in .npy or .safetensors"),
         (["encode", "c.safetensors", "--out", "v.npy"], "nothing to encode"),
+        (["encode", "c.safetensors", "a.png", "--out", "v.npy", "--device", "cuda:99"], "--device is 'cuda:99': this process sees"),
+        (["evaluate", "c.safetensors", "s.tar", "--device", "cuda:99"], "--device is 'cuda:99': this process sees"),
         (["demo", "--pictures", "0"], "DatasetPlan.pictures is 0: it must lie between 1"),
         (["demo", "--steps", "0"], "0 is not in the range"),
         (["doctor", "--nothing"], "No such option"),

@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import tarfile
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -244,6 +246,30 @@ def test_several_processes_share_it(server: Any, urls: list[str], tmp_path: Path
     cache = ShardCache(folder=folder)
     assert sum(path.stat().st_size for path in kept(cache)) <= 2 * SIZE
     assert not parts(cache)
+
+
+def test_readers_that_are_killed_at_random_never_leave_a_wrong_shard(server: Any, urls: list[str], tmp_path: Path) -> None:
+    """Three processes that share a folder with room for two of three shards; again and again one of them is killed and begins anew."""
+    cache = ShardCache(folder=tmp_path / "cache", max_bytes=2 * SIZE)
+    command = [sys.executable, "-c", READER, str(cache.folder), str(2 * SIZE), *urls]
+    rng = random.Random(0)
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    asked = 0
+    for _ in range(int(os.environ.get("TREADLE_KILLS", "4"))):
+        # A moment within their reading: a few more requests have come.
+        asked = len(server.asked) + rng.randint(1, 6)
+        while len(server.asked) < asked and any(process.poll() is None for process in running):
+            time.sleep(0.002)
+        place = rng.randrange(3)
+        running[place].kill()
+        running[place].communicate()
+        for path in kept(cache):
+            with suppress(FileNotFoundError):
+                assert path.read_bytes() in server.files.values()
+        running[place] = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    answers = {process.communicate(timeout=120)[0] for process in running}
+    assert len(answers) == 1 and all(process.returncode == 0 for process in running)
+    assert len(kept(cache)) == 2 and {path.read_bytes() for path in kept(cache)} < set(server.files.values())
 
 
 def test_a_held_folder_is_not_waited_for_long(urls: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,8 @@ import pytest
 
 from treadle.decoders import DecodeError
 from treadle.pipeline.losses import NoSamplesError
+from treadle.pipeline.prepare import Outcome, Preparer
+from treadle.pipeline.readahead import Readahead
 from treadle.pipeline.retry import RetryPolicy
 from treadle.pipeline.samples import SampleError, Schema
 from treadle.pipeline.shards import ShardError
@@ -78,8 +80,16 @@ def test_what_is_broken_is_left_out_and_told_once(tars: Any, tmp_path: Path) -> 
     assert left_out["video"] == 1
     assert sum(left_out.values()) == 2
     with tarfile.open(folder / "003.tar") as tar:
-        offsets = {member.name: member.offset_data for member in tar}
-    assert {line["member"]: line["offset"] for line in lines if line["member"]} == {name: offsets[name] for name in ("b2.png", "b4.png")}
+        members = {member.name: member for member in tar}
+    # An item is where its bytes begin, a sample where its first header does, a damage where it lies: d1 comes after one file of a block.
+    assert {(line["key"], line["member"]): line["offset"] for line in lines} == {
+        ("", ""): (folder / "001.tar").stat().st_size - 100,
+        ("b2", "b2.png"): members["b2.png"].offset_data,
+        ("b4", "b4.png"): members["b4.png"].offset_data,
+        ("b5", ""): members["b5.txt"].offset,
+        ("d1", ""): 1024,
+    }
+    assert all(list(line) == ["url", "key", "member", "offset", "kind", "reason"] for line in lines)
     # 10 + 7 + 10 samples of the mixed shards, the 8 of the fourth that keep an item, the 2 of the fifth.
     batches = list(make())
     groups = {int(batch.group[segment]) for batch in batches for segment in range(batch.segments)}
@@ -163,9 +173,40 @@ def test_memory_in_flight_is_bounded(tars: Any, tmp_path: Path, monkeypatch: pyt
     rng = random.Random(0)
     tars.write_shard(tmp_path / "0.tar", [(f"k{index}", {"png": tars.png(rng, 40, 40)}) for index in range(60)])
     stream = ShardStream(str(tmp_path / "0.tar"), tars.shape, lanes=1, shuffle=4, epochs=1, threads=2)
-    assert sum(batch.segments for batch in stream) == 60
+    segments, flying = 0, []
+    for batch in stream:
+        segments += batch.segments
+        flying.append(stream.stats()["decode"]["in_flight_bytes"])
+    assert segments == 60
+    # A picture of 40 x 40 RGBA is 6,400 bytes: some were under way as batches left, and none are at the end.
+    assert max(flying) >= 6400 and stream.stats()["decode"]["in_flight_bytes"] == 0
     # A sample is charged its content and at most a row of patches: 48 positions of 8 x 8 RGBA, and a PNG of 40 x 40 random pixels.
     assert stream.stats()["decode"]["peak_bytes"] <= limit + 48 * 256 + 7000
+
+
+def test_what_is_not_decoded_yet_is_charged_for_what_it_will_hold(tars: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = 100_000
+    monkeypatch.setattr("treadle.pipeline.feed.IN_FLIGHT_BYTES", limit)
+    rng = random.Random(0)
+    tars.write_shard(tmp_path / "0.tar", [(f"k{index}", {"png": tars.png(rng, 40, 40)}) for index in range(60)])
+    first_waited_for, drawn = threading.Event(), []
+    decode, pop = Preparer.__call__, Readahead.pop
+
+    def late(self: Preparer, *given: Any) -> Outcome:
+        assert first_waited_for.wait(30)
+        return decode(self, *given)
+
+    def counted(self: Readahead[Any, Any, Any]) -> Any:
+        drawn.append(len(self))
+        first_waited_for.set()
+        return pop(self)
+
+    monkeypatch.setattr(Preparer, "__call__", late)
+    monkeypatch.setattr(Readahead, "pop", counted)
+    stream = ShardStream(str(tmp_path / "0.tar"), tars.shape, lanes=1, shuffle=4, epochs=1, threads=2)
+    assert sum(batch.segments for batch in stream) == 60
+    # Each picture becomes 40 x 40 pixels of four bytes; one beyond the limit is let in.
+    assert 1 < drawn[0] <= 1 + limit // (40 * 40 * 4)
 
 
 def test_stats_count_what_was_done(mixed: Make) -> None:

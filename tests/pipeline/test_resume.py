@@ -2,6 +2,7 @@
 waited in the packer is read as it is placed.
 """
 
+import gzip
 import random
 import tarfile
 from collections import Counter
@@ -9,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zstandard
 
 from treadle.pipeline import units
+from treadle.pipeline.bag import decode_bag
 from treadle.pipeline.retry import RetryPolicy
 from treadle.pipeline.sources import Source
 from treadle.pipeline.state import StreamState
+from treadle.pipeline.storage import LocalStream
 from treadle.pipeline.stream import ShardStream
 from treadle.shape import BatchShape
 
@@ -225,6 +229,72 @@ def test_a_resume_asks_for_ranges_over_shared_connections(tars: Any, tmp_path: P
         assert requests < 200 and connections < requests
         assert sent < sum(len(data) for data in site.files.values())
         assert tars.run(again) == full[1:]
+
+
+@pytest.mark.parametrize("where", ["local", "http"])
+def test_what_was_consumed_is_not_read_again(tars: Any, tmp_path: Path, site: Any, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of a plain shard of 4 MB, of which a chunk is 1 to 2 MiB: half of it is read, not what comes before."""
+    tars.write_texts(tmp_path, [2000], width=1000)
+    data = (tmp_path / "000.tar").read_bytes()
+    url = str(tmp_path / "000.tar") if where == "local" else site.url("000.tar", data)
+    read: list[int] = []
+    read_before = LocalStream.read
+
+    def counted(self: LocalStream, n: int) -> bytes:
+        piece = read_before(self, n)
+        read.append(len(piece))
+        return piece
+
+    monkeypatch.setattr(LocalStream, "read", counted)
+
+    def make() -> ShardStream:
+        shape = BatchShape(max_rows_per_device=4, max_segments_per_device=24, max_columns_per_row=1024)
+        return ShardStream(url, shape, lanes=1, shuffle=0, epochs=1, window=1, threads=1)
+
+    with make() as stream:
+        full = tars.run(stream)
+    half = len(full) // 2
+    read.clear()
+    site.sent = 0
+    with make() as again:
+        again.load_state(full[half][1])
+        assert tars.run(again) == full[half + 1 :]
+    assert len(data) * 0.4 < (sum(read) if where == "local" else site.sent) < len(data) * 0.6
+
+
+@pytest.mark.parametrize("pack", ["gz", "zst"])
+@pytest.mark.parametrize("lanes", [1, 6])
+def test_a_packed_shard_is_read_again_and_not_decoded_again(
+    tars: Any, tmp_path: Path, pack: str, lanes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = random.Random(4)
+    for shard in range(2):
+        path = tmp_path / f"{shard}.tar"
+        tars.write_shard(path, [(f"s{shard}/k{index}", {"png": tars.png(rng, 16, 16)}) for index in range(30)])
+        data = path.read_bytes()
+        (tmp_path / f"{shard}.tar.{pack}").write_bytes(gzip.compress(data) if pack == "gz" else zstandard.compress(data))
+    decoded: list[int] = []
+
+    def counted(items: Any, *given: Any, **named: Any) -> Any:
+        decoded.append(len(items))
+        return decode_bag(items, *given, **named)
+
+    monkeypatch.setattr("treadle.pipeline.prepare.decode_bag", counted)
+
+    def make() -> ShardStream:
+        return ShardStream(str(tmp_path / f"*.tar.{pack}"), tars.shape, lanes=lanes, shuffle=8, epochs=1, window=1, threads=1)
+
+    with make() as stream:
+        full = tars.run(stream)
+    assert sum(decoded) == 60
+    for place, (_, state) in enumerate(full):
+        # Of what was consumed only the pictures that waited for their batch are decoded again.
+        consumed = StreamState.from_bytes(state)
+        decoded.clear()
+        with make() as again:
+            again.load_state(state)
+            assert tars.run(again) == full[place + 1 :]
+        assert sum(decoded) == 60 - consumed.samples + len(consumed.columns["pending_lane"])
 
 
 def test_at_the_very_end_of_an_epoch(tars: Any, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import logging
 import shutil
 import subprocess
 import tarfile
+import tracemalloc
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from treadle.pipeline.shards import Shard, ShardError
+from treadle.pipeline.tar import MAX_MEMBER_BYTES
 from treadle.pipeline.tar_header import checksum
 
 Names = Sequence[str]
@@ -170,6 +172,25 @@ def test_a_gzip_that_is_cut_gives_what_comes_before(tmp_path: Path) -> None:
     # Each sample takes 1,024 bytes; those that are whole before the byte where it ends are there.
     assert found == texts(*range(5))[: error.offset // 1024]
     assert found
+
+
+@pytest.mark.parametrize("gib", [1, 20])
+@pytest.mark.parametrize("pack", ["", ".gz"])
+def test_a_claim_allocates_nothing(gib: int, pack: str, tmp_path: Path) -> None:
+    """Neither that of a file that would be read nor of one longer than any that is; whether or not the archive's own length is known."""
+    assert 1 << 30 <= MAX_MEMBER_BYTES < 20 << 30
+    data = archive(["a.txt"])[:1024] + header("big.jpg", b"\x80" + (gib << 30).to_bytes(11, "big")) + bytes(100)
+    path = tmp_path / f"0.tar{pack}"
+    path.write_bytes(gzip.compress(data) if pack else data)
+    tracemalloc.start()
+    found, error, _, _ = read(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert found == [("a", "txt")]
+    assert error is not None and (error.kind, error.offset) == ("truncated_member", 1024)
+    assert "100 are there" in error.detail
+    # A chunk, and what unpacking takes.
+    assert peak < 16 << 20
 
 
 @pytest.mark.parametrize("form", ["gnu", "pax"])

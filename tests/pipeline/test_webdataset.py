@@ -72,6 +72,10 @@ def test_what_does_not_decode_is_left_out_or_raised() -> None:
     with pytest.raises(DecodeError) as caught:
         list(from_webdataset(samples(), SHAPE, on_error="raise"))
     assert "in sample 'k2' of a.tar, member 'k2.png'" in caught.value.__notes__[0]
+    piped = ({**sample, "__url__": "pipe:curl https://u:hunter2@host/a.tar?sig=s3cr3t"} for sample in samples())
+    with pytest.raises(DecodeError) as caught:
+        list(from_webdataset(piped, SHAPE, on_error="raise"))
+    assert "of pipe:curl https://host/a.tar, member" in caught.value.__notes__[0]
 
 
 def test_the_schema_selects_and_text_may_be_decoded() -> None:
