@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from treadle.kernels.byte_cross_entropy_reference import byte_cross_entropy_reference
-from treadle.kernels.dispatch import Impl, choose, register
+from treadle.kernels.dispatch import Impl, choose, register, unit_stride
 
 register("byte_cross_entropy")
 
@@ -31,7 +31,7 @@ class _TritonByteCrossEntropy(torch.autograd.Function):
         from treadle.kernels.byte_cross_entropy_kernels import BYTE_CROSS_ENTROPY_FWD
 
         logits_TV = logits_TV.detach()
-        logits_TV = logits_TV if logits_TV.stride(1) == 1 else logits_TV.contiguous()
+        logits_TV = unit_stride(logits_TV)
         rows, classes = logits_TV.shape
         loss_T, total_T = torch.empty((2, rows), dtype=torch.float32, device=logits_TV.device)
         BYTE_CROSS_ENTROPY_FWD.launch(

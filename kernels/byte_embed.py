@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from treadle.kernels.byte_embed_reference import byte_embed_reference
-from treadle.kernels.dispatch import Impl, choose, register
+from treadle.kernels.dispatch import Impl, choose, register, unit_stride
 
 register("byte_embed")
 
@@ -51,7 +51,7 @@ class _TritonByteEmbed(torch.autograd.Function):
         (dout_ND,) = gradients
         (shown_N,) = ctx.saved_tensors
         (rows, width), dtype = ctx.table
-        dout_ND = dout_ND if dout_ND.stride(-1) == 1 else dout_ND.contiguous()
+        dout_ND = unit_stride(dout_ND)
         splits = BYTE_EMBED_BWD.settings_on(dout_ND.device).blocks["SPLITS"]
         partials_GVD = torch.empty((splits, rows, width), dtype=torch.float32, device=dout_ND.device)
         BYTE_EMBED_BWD.launch(

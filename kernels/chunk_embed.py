@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from treadle.kernels.chunk_embed_reference import chunk_embed_reference
-from treadle.kernels.dispatch import Impl, choose, compute_dtype, register
+from treadle.kernels.dispatch import Impl, choose, compute_dtype, register, unit_stride
 from treadle.kernels.tape import tape_words
 from treadle.kernels.tape_reference import Chunks
 
@@ -62,7 +62,7 @@ class _TritonChunkEmbed(torch.autograd.Function):
         (dout_ND,) = gradients
         samples, *places_N = ctx.saved_tensors
         (width, values), dtype = ctx.weight
-        dout_ND = dout_ND if dout_ND.stride(-1) == 1 else dout_ND.contiguous()
+        dout_ND = unit_stride(dout_ND)
         wide = dout_ND.dtype is torch.float32
         splits = CHUNK_EMBED_DW.settings_on(dout_ND.device, wide=wide).blocks["SPLITS"]
         partials_GDV = torch.empty((splits, width, values), dtype=torch.float32, device=dout_ND.device)

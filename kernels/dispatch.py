@@ -63,3 +63,8 @@ def compute_dtype(x: torch.Tensor) -> torch.dtype:
     """What a matrix product with `x` runs in: autocast's type where it is on, else that of `x`."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def unit_stride(x: torch.Tensor) -> torch.Tensor:
+    """`x` with the values of its last dimension side by side, as kernels read them: itself, or a copy."""
+    return x if x.stride(-1) == 1 else x.contiguous()

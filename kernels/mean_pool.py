@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from treadle.kernels.dispatch import Impl, choose, register
+from treadle.kernels.dispatch import Impl, choose, register, unit_stride
 from treadle.kernels.mean_pool_reference import mean_pool_reference
 
 register("mean_pool")
@@ -38,7 +38,7 @@ class _TritonMeanPool(torch.autograd.Function):
     def forward(ctx: Any, states_PD: Tensor, start_S: Tensor, tokens_S: Tensor) -> Tensor:
         from treadle.kernels.mean_pool_kernels import MEAN_POOL_FWD
 
-        states_PD = states_PD if states_PD.stride(-1) == 1 else states_PD.contiguous()
+        states_PD = unit_stride(states_PD)
         start_S, tokens_S = start_S.contiguous(), tokens_S.contiguous()
         segments, width = tokens_S.numel(), states_PD.shape[1]
         pooled_SD = torch.empty((segments, width), dtype=torch.float32, device=states_PD.device)
@@ -60,7 +60,7 @@ class _TritonMeanPool(torch.autograd.Function):
         start_S, tokens_S = ctx.saved_tensors
         shape, dtype = ctx.states
         segments, width = tokens_S.numel(), shape[1]
-        dpooled_SD = dpooled_SD if dpooled_SD.stride(-1) == 1 else dpooled_SD.contiguous()
+        dpooled_SD = unit_stride(dpooled_SD)
         # Prefixes, masks and positions of no segment take no part in a mean.
         dstates_PD = torch.zeros(shape, dtype=dtype, device=dpooled_SD.device)
         MEAN_POOL_BWD.launch(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from treadle.kernels.dispatch import Impl, choose, compute_dtype, register
+from treadle.kernels.dispatch import Impl, choose, compute_dtype, register, unit_stride
 from treadle.kernels.patch_embed_reference import patch_embed_reference
 from treadle.kernels.tape import tape_words
 from treadle.kernels.tape_reference import Patches
@@ -44,7 +44,7 @@ class _TritonPatchEmbed(torch.autograd.Function):
 
         count, width = places_N[0].numel(), weight_DV.shape[0]
         out_ND = torch.empty((count, width), dtype=dtype, device=weight_DV.device)
-        all_words = form["FRAMES"] * form["SIDE"] * (-(-form["SIDE"] * form["CHANNELS"] // 4))
+        all_words = _words_of(form)
         PATCH_EMBED_FWD.launch(
             weight_DV.device,
             lambda b: (-(-count // b["BLOCK_M"]) * -(-width // b["BLOCK_D"]),),
@@ -66,11 +66,11 @@ class _TritonPatchEmbed(torch.autograd.Function):
         words, *places_N = ctx.saved_tensors
         (width, values), dtype = ctx.weight
         form: dict[str, int] = ctx.form
-        dout_ND = dout_ND if dout_ND.stride(-1) == 1 else dout_ND.contiguous()
+        dout_ND = unit_stride(dout_ND)
         wide = dout_ND.dtype is torch.float32
         splits = PATCH_EMBED_DW.settings_on(dout_ND.device, wide=wide).blocks["SPLITS"]
         partials_GDV = torch.empty((splits, width, values), dtype=torch.float32, device=dout_ND.device)
-        all_words = form["FRAMES"] * form["SIDE"] * (-(-form["SIDE"] * form["CHANNELS"] // 4))
+        all_words = _words_of(form)
         # Lists at fixed sizes end in patches of no rows: the device knows where.
         number_N = torch.arange(1, places_N[0].numel() + 1, device=dout_ND.device)
         end = torch.where(places_N[3] > 0, number_N, 0).amax() if len(number_N) else number_N.new_zeros(())
@@ -83,3 +83,8 @@ class _TritonPatchEmbed(torch.autograd.Function):
             D=width,
         )
         return sum_partials(partials_GDV, (width, values), dtype), *([None] * 8)
+
+
+def _words_of(form: dict[str, int]) -> int:
+    """32-bit words of one patch or tube, each of its rows in words of its own."""
+    return form["FRAMES"] * form["SIDE"] * (-(-form["SIDE"] * form["CHANNELS"] // 4))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from treadle.kernels.dispatch import Impl, choose, register
+from treadle.kernels.dispatch import Impl, choose, register, unit_stride
 from treadle.kernels.payload_error_reference import payload_error_reference
 from treadle.kernels.tape_reference import Chunks, Patches
 
@@ -39,7 +39,7 @@ class _TritonPayloadError(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, prediction_NV: Tensor, tape: Tensor, places: Patches | Chunks) -> Tensor:
         prediction_NV = prediction_NV.detach()
-        prediction_NV = prediction_NV if prediction_NV.stride(1) == 1 else prediction_NV.contiguous()
+        prediction_NV = unit_stride(prediction_NV)
         spare = -tape.numel() % 4
         tape = torch.nn.functional.pad(tape, (0, spare)) if spare else tape
         ctx.places = places

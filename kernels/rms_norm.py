@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from treadle.kernels.dispatch import Impl, choose, register
+from treadle.kernels.dispatch import Impl, choose, register, unit_stride
 from treadle.kernels.rms_norm_reference import EPS, rms_norm_reference
 
 register("rms_norm")
@@ -47,7 +47,7 @@ class _TritonRmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_PD: Tensor, gain_D: Tensor, dtype: torch.dtype) -> Tensor:
-        x_PD = _unit_stride(x_PD)
+        x_PD = unit_stride(x_PD)
         y_PD, _, inverse_P = _forward(x_PD, None, gain_D, dtype, x_PD.dtype)
         ctx.save_for_backward(x_PD, gain_D, inverse_P)
         return y_PD
@@ -67,7 +67,7 @@ class _TritonAddRmsNorm(torch.autograd.Function):
         ctx: Any, x_PD: Tensor, residual_PD: Tensor, gain_D: Tensor, dtype: torch.dtype, sum_dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        y_PD, total_PD, inverse_P = _forward(_unit_stride(x_PD), _unit_stride(residual_PD), gain_D, dtype, sum_dtype)
+        y_PD, total_PD, inverse_P = _forward(unit_stride(x_PD), unit_stride(residual_PD), gain_D, dtype, sum_dtype)
         ctx.save_for_backward(total_PD, gain_D, inverse_P)
         ctx.dtypes = x_PD.dtype, residual_PD.dtype
         return y_PD, total_PD
@@ -83,10 +83,6 @@ class _TritonAddRmsNorm(torch.autograd.Function):
             return dtotal_PD.to(x_dtype), dtotal_PD.to(residual_dtype), None, None, None
         dx_PD, dresidual_PD, dgain_D = _backward(total_PD, gain_D, inverse_P, dy_PD, dtotal_PD, x_dtype, residual_dtype)
         return dx_PD, dresidual_PD, dgain_D, None, None
-
-
-def _unit_stride(x_PD: Tensor) -> Tensor:
-    return x_PD if x_PD.stride(-1) == 1 else x_PD.contiguous()
 
 
 def _forward(
@@ -127,8 +123,8 @@ def _backward(
     positions, width = total_PD.shape
     device = total_PD.device
     wide = width > _LONG_ROW
-    dy_PD = _unit_stride(dy_PD)
-    dtotal_PD = None if dtotal_PD is None else _unit_stride(dtotal_PD)
+    dy_PD = unit_stride(dy_PD)
+    dtotal_PD = None if dtotal_PD is None else unit_stride(dtotal_PD)
     dx_PD = torch.empty((positions, width), dtype=x_dtype, device=device)
     both = residual_dtype is not None and residual_dtype is not x_dtype
     dresidual_PD = torch.empty((positions, width), dtype=residual_dtype, device=device) if both else dx_PD

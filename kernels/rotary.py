@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from treadle.kernels.dispatch import Impl, choose, register
+from treadle.kernels.dispatch import Impl, choose, register, unit_stride
 from treadle.kernels.rms_norm_reference import EPS
 from treadle.kernels.rotary_reference import Triple, rotary_reference
 
@@ -46,7 +46,7 @@ class _TritonRotary(torch.autograd.Function):
     def forward(ctx: Any, qkv_P3HK: Tensor, q_gain_K: Tensor, k_gain_K: Tensor, turn_PA: Tensor) -> Triple:
         from treadle.kernels.rotary_kernels import ROTARY_FWD
 
-        qkv_P3HK = qkv_P3HK if qkv_P3HK.stride(-1) == 1 else qkv_P3HK.contiguous()
+        qkv_P3HK = unit_stride(qkv_P3HK)
         turn_PA2 = torch.view_as_real(turn_PA).to(torch.float32).contiguous()
         positions, _, heads, width = qkv_P3HK.shape
         q_PHK, k_PHK = (torch.empty((positions, heads, width), dtype=qkv_P3HK.dtype, device=qkv_P3HK.device) for _ in range(2))
@@ -68,7 +68,7 @@ class _TritonRotary(torch.autograd.Function):
 
         qkv_P3HK, q_gain_K, k_gain_K, turn_PA2 = ctx.saved_tensors
         positions, _, heads, width = qkv_P3HK.shape
-        dq_PHK, dk_PHK, dv_PHK = (dx if dx.stride(-1) == 1 else dx.contiguous() for dx in gradients)
+        dq_PHK, dk_PHK, dv_PHK = map(unit_stride, gradients)
         dqkv_P3HK = torch.empty(qkv_P3HK.shape, dtype=qkv_P3HK.dtype, device=qkv_P3HK.device)
         rows = positions * heads
         blocks = ROTARY_BWD.settings_on(qkv_P3HK.device).blocks

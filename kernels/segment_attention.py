@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from treadle.kernels.dispatch import Impl, choose, register
+from treadle.kernels.dispatch import Impl, choose, register, unit_stride
 from treadle.kernels.segment_attention_reference import SegmentGroups, segment_attention_reference, segment_groups
 
 register("segment_attention")
@@ -77,7 +77,7 @@ class _TritonAttention(torch.autograd.Function):
     def forward(ctx: Any, q_PHK: Tensor, k_PHK: Tensor, v_PHK: Tensor, spans_2P: Tensor) -> Tensor:
         from treadle.kernels.segment_attention_kernels import ATTENTION_FWD
 
-        q_PHK, k_PHK, v_PHK = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_PHK, k_PHK, v_PHK))
+        q_PHK, k_PHK, v_PHK = map(unit_stride, (q_PHK, k_PHK, v_PHK))
         positions, heads, width = q_PHK.shape
         out_PHK = torch.empty((positions, heads, width), dtype=q_PHK.dtype, device=q_PHK.device)
         lse_HP = torch.empty((heads, positions), dtype=torch.float32, device=q_PHK.device)
@@ -102,7 +102,7 @@ class _TritonAttention(torch.autograd.Function):
         (dout_PHK,) = gradients
         q_PHK, k_PHK, v_PHK, out_PHK, lse_HP, spans_2P = ctx.saved_tensors
         positions, heads, width = q_PHK.shape
-        dout_PHK = dout_PHK if dout_PHK.stride(-1) == 1 else dout_PHK.contiguous()
+        dout_PHK = unit_stride(dout_PHK)
         dq_PHK, dk_PHK, dv_PHK = (torch.empty_like(out_PHK) for _ in range(3))
         delta_HP = torch.empty_like(lse_HP)
         scale = width**-0.5

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from treadle.kernels.dispatch import Impl, choose, register
+from treadle.kernels.dispatch import Impl, choose, register, unit_stride
 from treadle.kernels.swiglu_reference import swiglu_reference
 
 register("swiglu")
@@ -30,7 +30,7 @@ class _TritonSwiGlu(torch.autograd.Function):
     def forward(ctx: Any, x_P2F: Tensor) -> Tensor:
         from treadle.kernels.swiglu_kernels import SWIGLU_FWD
 
-        x_P2F = x_P2F if x_P2F.stride(-1) == 1 else x_P2F.contiguous()
+        x_P2F = unit_stride(x_P2F)
         ctx.save_for_backward(x_P2F)
         positions, inner = x_P2F.shape[0], x_P2F.shape[1] // 2
         out_PF = torch.empty((positions, inner), dtype=x_P2F.dtype, device=x_P2F.device)
@@ -43,7 +43,7 @@ class _TritonSwiGlu(torch.autograd.Function):
 
         (dout_PF,) = gradients
         (x_P2F,) = ctx.saved_tensors
-        dout_PF = dout_PF if dout_PF.stride(-1) == 1 else dout_PF.contiguous()
+        dout_PF = unit_stride(dout_PF)
         positions, inner = dout_PF.shape
         dx_P2F = torch.empty(x_P2F.shape, dtype=x_P2F.dtype, device=x_P2F.device)
         SWIGLU_BWD.launch(
