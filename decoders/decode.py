@@ -4,6 +4,8 @@ from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from typing import Literal
 
+from numpy import ndarray
+
 from treadle.decoders.audio import decode_audio, probe_audio
 from treadle.decoders.errors import DecodeError
 from treadle.decoders.image import decode_picture, probe_image, read_picture
@@ -13,7 +15,7 @@ from treadle.decoders.payload import Payload, Probe
 from treadle.decoders.sniff import sniff
 from treadle.decoders.text import decode_text, probe_text
 from treadle.decoders.video import decode_video, probe_video
-from treadle.shape import BatchShape, Modality
+from treadle.shape import BatchShape, Modality, require_choice, require_member, shown
 
 Buffer = bytes | bytearray | memoryview
 Cut = Literal["tail", "head"]
@@ -35,9 +37,9 @@ def decode(
 
     Raises:
         DecodeError: the bytes are refused; the only error that content can raise.
-        ValueError: `shape` has no slice for `modality`, or an argument is none of its values.
+        ValueError: `shape` has no slice for `modality`, or an argument is of another type or none of its values.
     """
-    modality = Modality(modality)
+    modality = Modality.given("decode", "modality", modality)
     view, capacity, deadline = _prepare(modality, data, shape, options, cut)
     with _only_decode_errors():
         if modality is Modality.TEXT:
@@ -66,7 +68,7 @@ def probe(
         DecodeError: the header is refused.
         ValueError: as `decode`.
     """
-    modality = Modality(modality)
+    modality = Modality.given("decode", "modality", modality)
     view, capacity, deadline = _prepare(modality, data, shape, options, cut)
     with _only_decode_errors():
         if modality is Modality.TEXT:
@@ -82,8 +84,11 @@ def probe(
 
 
 def _prepare(modality: Modality, data: Buffer, shape: BatchShape, options: DecodeOptions, cut: Cut) -> tuple[memoryview, int, Deadline]:
-    if cut not in ("tail", "head"):
-        raise ValueError(f"cut is {cut!r}: it must be 'tail' or 'head'")
+    require_member("decode", "shape", shape, BatchShape)
+    require_member("decode", "options", options, DecodeOptions)
+    require_choice("decode", "cut", cut, ("tail", "head"))
+    if not isinstance(data, Buffer | ndarray):
+        raise ValueError(f"decode.data is {shown(data)}: it must be the bytes of one item")
     if not shape.is_live(modality):
         raise ValueError(f"modality is {modality}: the shape has no live {modality} slice (BatchShape.{modality})")
     view = memoryview(data)

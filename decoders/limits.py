@@ -10,7 +10,11 @@ from treadle.shape import require_count, settle_numbers
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeOptions:
-    """Limits and choices of a decode; an item beyond a limit is refused, its size before memory is touched."""
+    """Limits and choices of a decode; an item beyond a limit is refused, its size before memory is touched.
+
+    Raises:
+        ValueError: a field is out of range or of another type; the message names it.
+    """
 
     max_input_bytes: int = 2**30
     """Bytes of one item as stored."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from treadle.model.mesh import World
 from treadle.model.record_values import refuse
+from treadle.shape import require_member
 
 WORK_DTYPES = (torch.float32, torch.float64)
 
@@ -43,12 +44,18 @@ class AccumulatedGradients(Mapping[str, Tensor]):
     """The window as it was finished; None without weights."""
 
     def __getitem__(self, name: str) -> Tensor:
+        """The gradient of the parameter of that name, in its shape.
+
+        Raises:
+            KeyError: it has none.
+        """
         return self.gradients[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.gradients)
 
     def __len__(self) -> int:
+        """Parameters that have a gradient."""
         return len(self.gradients)
 
     def assign(self, module: nn.Module) -> None:
@@ -157,8 +164,9 @@ class GradientsAccumulator(_Window):
         """The sums, over the ranks of `world` too where one is given (collective); a new window starts.
 
         Raises:
-            ValueError: ranks hold a gradient of one name in different shapes or types; nothing is cleared.
+            ValueError: ranks hold a gradient of one name in different shapes or types, or `world` is none; nothing is cleared.
         """
+        require_member("GradientsAccumulator.finish", "world", world, World, optional=True)
         if world is not None and world.size > 1:
             self._sums = self._over(world)
         return AccumulatedGradients(self._clear(), None)
@@ -248,6 +256,7 @@ class WeightedGradientsAccumulator(_Window):
         return self._finish(world, mean=True)
 
     def _finish(self, world: World | None, *, mean: bool) -> AccumulatedGradients:
+        require_member("WeightedGradientsAccumulator", "world", world, World, optional=True)
         state = self.state if world is None or world.size == 1 else self._state_over(world)
         if mean and state.total_weight <= 0:
             raise ValueError(f"the window of {state.microbatches} micro-batches weighs nothing: it has no mean")

@@ -9,11 +9,13 @@ The file comes first, whole, and then the names that point at it: killed at any 
 """
 
 import json
+import math
 import os
 import re
 from collections.abc import Callable
+from numbers import Real
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 from treadle.model.deferred import Deferred
 from treadle.model.mesh import World
@@ -22,6 +24,7 @@ from treadle.model.storage_errors import UnwritableFileError
 from treadle.model.storage_file import BEST_NAME
 from treadle.model.storage_header import read_header
 from treadle.pipeline.whole_file import link_or_copy, whole_file
+from treadle.shape import require_count, require_member, require_path, shown
 
 FOLDER = "checkpoints"
 """The folder's name in a run's output."""
@@ -49,14 +52,12 @@ class CheckpointFolder:
         keep: step files that stay; the best and the last stay whatever their step.
 
     Raises:
-        ValueError: `keep` is below one.
+        ValueError: `folder` is no path, or `keep` is below one.
     """
 
     def __init__(self, folder: str | Path, *, keep: int = 3) -> None:
-        if isinstance(keep, bool) or keep < 1:
-            raise ValueError(f"keep is {keep!r}: at least one checkpoint must stay")
-        self.folder = Path(folder)
-        self._keep = keep
+        self._keep = require_count("CheckpointFolder", "keep", keep, 1)
+        self.folder = Path(require_path("CheckpointFolder", "folder", folder))
         self._saved_step = -1
         self._saving: Deferred[None] | None = None
         self.best_step: int | None = None
@@ -89,8 +90,11 @@ class CheckpointFolder:
                 call of this folder.
 
         Raises:
+            ValueError: an argument is of another type.
             StorageFileError: the folder or the disk refused it; the checkpoints before it are untouched.
         """
+        _require_trainer("save", trainer)
+        require_member("CheckpointFolder.save", "wait", wait, bool)
         step = trainer.steps_done
         path = self.folder / f"step-{step:08d}.safetensors"
         if step == self._saved_step:
@@ -143,8 +147,17 @@ class CheckpointFolder:
                 raise
 
     def offer(self, trainer: Saves, value: float) -> bool:
-        """Keeps the run of this step as the best where `value` is the highest yet (collective); True where it is."""
-        if self.best_value is not None and not value > self.best_value:
+        """Keeps the run of this step as the best where `value` is the highest yet (collective); True where it is.
+
+        Raises:
+            ValueError: `value` is no number.
+            StorageFileError: as `save`.
+        """
+        if isinstance(value, bool) or not isinstance(cast(object, value), Real):
+            raise ValueError(f"CheckpointFolder.offer.value is {shown(value)}: it must be a number; the highest is the best")
+        _require_trainer("offer", trainer)
+        # Nothing is above NaN: it would stay the best for good.
+        if math.isnan(value) or (self.best_value is not None and not value > self.best_value):
             return False
         path = self.save(trainer)
         self.best_step, self.best_value = trainer.steps_done, value
@@ -157,7 +170,12 @@ class CheckpointFolder:
         return True
 
     def forget_after(self, step: int) -> None:
-        """Takes up a run at `step`: a best of a later step belongs to a course that the run has left."""
+        """Takes up a run at `step`: a best of a later step belongs to a course that the run has left.
+
+        Raises:
+            ValueError: `step` is no step.
+        """
+        step = require_count("CheckpointFolder.forget_after", "step", step, 0, 2**63 - 1)
         if self.best_step is not None and self.best_step > step:
             self.best_step = self.best_value = None
 
@@ -180,6 +198,12 @@ class CheckpointFolder:
             return
         if isinstance(step, int) and isinstance(value, int | float) and (self.folder / BEST_NAME).is_file():
             self.best_step, self.best_value = step, float(value)
+
+
+def _require_trainer(method: str, trainer: object) -> None:
+    lacking = [name for name in ("world", "steps_done", "save") if not hasattr(trainer, name)]
+    if lacking:
+        raise ValueError(f"CheckpointFolder.{method}.trainer is {shown(trainer)}: it must be a Trainer; it has no {', '.join(lacking)}")
 
 
 def find_checkpoint(path: str | Path) -> Path:

@@ -10,7 +10,19 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from treadle.shape import BatchShape, Negatives, Objective, PairLossForm, require_count, settle_numbers
+from treadle.shape import (
+    BatchShape,
+    Negatives,
+    Objective,
+    PairLossForm,
+    require_choice,
+    require_count,
+    require_member,
+    require_number,
+    require_path,
+    settle_numbers,
+    shown,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -21,8 +33,6 @@ HEAD_WIDTH = 64
 """Width of an attention head; `hidden` is a multiple of 128, so heads come in pairs."""
 
 MAX_INVERSE_TEMPERATURE = 100.0
-MAX_NUMBER = 3.4028234e38
-"""Weights, losses and temperatures are fp32: a number beyond its range would be infinite there."""
 MAX_MATRYOSHKA_DIMENSIONS = 8
 MAX_TIMEOUT_S = 1e9
 
@@ -30,33 +40,13 @@ Progress = Callable[[int, int], bool | None]
 """`progress(done, total)` counts tensors; answering False stops the call."""
 
 
-def require_number(owner: str, name: str, value: object, least: float = -MAX_NUMBER, most: float = MAX_NUMBER) -> None:
-    """Checks a real field.
-
-    Raises:
-        ValueError: `value` is not a finite number between `least` and `most`.
-    """
-    # Compared before it is printed or converted: an integer may have more digits than a float, or than Python prints.
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != value or abs(value) == math.inf:
-        raise ValueError(f"{owner}.{name} is {value!r}: it must be a finite number")
-    if not least <= value <= most:
-        shown = value if abs(value) <= MAX_NUMBER else "a number of no use"
-        raise ValueError(f"{owner}.{name} is {shown}: it must lie between {least} and {most}")
-
-
-def require_member(owner: str, name: str, value: object, kind: type) -> None:
-    """Checks a field that holds an enumeration or a nested configuration.
-
-    Raises:
-        ValueError: `value` is no `kind`.
-    """
-    if not isinstance(value, kind):
-        raise ValueError(f"{owner}.{name} is {value!r}: it must be a {kind.__name__}")
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Masking:
-    """How the masked objective corrupts a batch and weighs its terms."""
+    """How the masked objective corrupts a batch and weighs its terms.
+
+    Raises:
+        ValueError: a field is out of range or of another type; the message names it.
+    """
 
     token_mask_probability: float = 0.0
     """Share of a text's bytes covered by spans [0.15]."""
@@ -129,7 +119,11 @@ class Masking:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contrastive:
-    """How the contrastive term scores pooled vectors."""
+    """How the contrastive term scores pooled vectors.
+
+    Raises:
+        ValueError: a field is out of range or of another type; the message names it.
+    """
 
     matryoshka_dimensions: tuple[int, ...] = ()
     """Widths scored, each a prefix of the pooled vector: strictly ascending multiples of 8, at most 8; empty scores all of it."""
@@ -176,8 +170,9 @@ class Contrastive:
         """This configuration with nothing left to derive but `max_edges_per_device`, which the batch derives.
 
         Raises:
-            ValueError: a matryoshka width exceeds `hidden`.
+            ValueError: `hidden` is no width, or a matryoshka width exceeds it.
         """
+        hidden = require_count("Contrastive.resolved", "hidden", hidden, 8)
         widths = self.matryoshka_dimensions or (hidden,)
         if widths[-1] > hidden:
             raise ValueError(f"Contrastive.matryoshka_dimensions holds {widths[-1]}: no width may exceed hidden, {hidden}")
@@ -196,7 +191,11 @@ class Contrastive:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LateInteraction:
-    """How the late-interaction term scores the token vectors of queries against documents."""
+    """How the late-interaction term scores the token vectors of queries against documents.
+
+    Raises:
+        ValueError: a field is out of range or of another type; the message names it.
+    """
 
     weight: float = 0.0
     """Weight of the term; 0 trains no token head."""
@@ -230,7 +229,12 @@ class LateInteraction:
         require_member("LateInteraction", "pair_loss", self.pair_loss, PairLossForm)
 
     def resolved(self, batch: BatchShape) -> "LateInteraction":
-        """This configuration with nothing left to derive."""
+        """This configuration with nothing left to derive.
+
+        Raises:
+            ValueError: `batch` is no `BatchShape`.
+        """
+        require_member("LateInteraction.resolved", "batch", batch, BatchShape)
         span = self.max_query_span or 64
         return replace(
             self,
@@ -246,7 +250,11 @@ class LateInteraction:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choices:
-    """The calibrated choices term."""
+    """The calibrated choices term.
+
+    Raises:
+        ValueError: a field is out of range or of another type; the message names it.
+    """
 
     weight: float = 0.0
     """Weight of the term; positive needs the batch's `max_choices_per_item`."""
@@ -258,7 +266,11 @@ class Choices:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """The learning rate over a run: linear warm-up to the peak, then a cosine to the floor."""
+    """The learning rate over a run: linear warm-up to the peak, then a cosine to the floor.
+
+    Raises:
+        ValueError: a field is out of range or of another type; the message names it.
+    """
 
     steps: int
     """Steps of the run across resumes, which the cosine spans."""
@@ -297,25 +309,28 @@ class Schedule:
         """The learning rate of `step`, counted from one.
 
         Raises:
-            ValueError: `step` is below one.
+            ValueError: `step` is no integer, or below one.
         """
-        if step < 1:
-            raise ValueError(f"step is {step}: steps count from 1")
-        shown = self.resolved()
-        if step < shown.warmup_steps:
-            return shown.learning_rate * step / shown.warmup_steps
-        peak = max(1, shown.warmup_steps)
+        step = require_count("Schedule.learning_rate_at", "step", step, 1, 2**63 - 1)
+        whole = self.resolved()
+        if step < whole.warmup_steps:
+            return whole.learning_rate * step / whole.warmup_steps
+        peak = max(1, whole.warmup_steps)
         if step <= peak:
-            return shown.learning_rate
-        if step >= shown.steps:
-            return shown.min_learning_rate
-        done = (step - peak) / (shown.steps - peak)
-        return shown.min_learning_rate + (shown.learning_rate - shown.min_learning_rate) * 0.5 * (1 + math.cos(math.pi * done))
+            return whole.learning_rate
+        if step >= whole.steps:
+            return whole.min_learning_rate
+        done = (step - peak) / (whole.steps - peak)
+        return whole.min_learning_rate + (whole.learning_rate - whole.min_learning_rate) * 0.5 * (1 + math.cos(math.pi * done))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
-    """AdamW, and the bound on the gradient's norm."""
+    """AdamW, and the bound on the gradient's norm.
+
+    Raises:
+        ValueError: a field is out of range or of another type; the message names it.
+    """
 
     beta1: float = 0.9
     """Decay of the first moment, per step."""
@@ -343,7 +358,11 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeshOptions:
-    """How this process finds its world."""
+    """How this process finds its world.
+
+    Raises:
+        ValueError: a field is out of range or of another type; the message names it.
+    """
 
     host_domain_index: int = 0
     """This process's number among those that meet in `directory`; its rank."""
@@ -360,8 +379,8 @@ class MeshOptions:
 
     def __post_init__(self) -> None:
         settle_numbers(self)
-        if self.directory is not None and not isinstance(self.directory, str | Path):
-            raise ValueError(f"MeshOptions.directory is {self.directory!r}: it must be the path of a folder, or None")
+        if self.directory is not None:
+            require_path("MeshOptions", "directory", self.directory)
         require_member("MeshOptions", "job", self.job, str)
         require_count("MeshOptions", "host_domain_count", self.host_domain_count, 1, 2**24 - 1)
         require_count("MeshOptions", "host_domain_index", self.host_domain_index, 0)
@@ -379,7 +398,11 @@ class MeshOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainerConfig:
-    """The geometry, objective and starting point of a run."""
+    """The geometry, objective and starting point of a run.
+
+    Raises:
+        ValueError: a field is out of range or of another type; the message names it.
+    """
 
     depth: int
     """Transformer blocks."""
@@ -442,9 +465,13 @@ class TrainerConfig:
             require_member("TrainerConfig", name, getattr(self, name), kind)
         require_count("TrainerConfig", "seed", self.seed, 0, 2**64 - 1)
         for name in ("resume", "init"):
-            path = getattr(self, name)
-            if path is not None and not isinstance(path, str | Path):
-                raise ValueError(f"TrainerConfig.{name} is {path!r}: it must be the path of a checkpoint, or None")
+            if getattr(self, name) is not None:
+                require_path("TrainerConfig", name, getattr(self, name))
+        if self.device is not None and not isinstance(self.device, str):
+            import torch
+
+            if not isinstance(self.device, torch.device):
+                raise ValueError(f"TrainerConfig.device is {shown(self.device)}: it must be a device such as 'cpu' or 'cuda:1', or None")
         if self.mesh is not None:
             from treadle.model.mesh import Mesh
 
@@ -452,12 +479,11 @@ class TrainerConfig:
         if self.progress is not None and not callable(self.progress):
             raise ValueError(f"TrainerConfig.progress is {self.progress!r}: it must be called with (done, total), or None")
         require_count("TrainerConfig", "progress_steps", self.progress_steps)
-        if self.parallel not in ("replicate", "shard", "hybrid"):
-            raise ValueError(f"TrainerConfig.parallel is {self.parallel!r}: it must be 'replicate', 'shard' or 'hybrid'")
+        require_choice("TrainerConfig", "parallel", self.parallel, ("replicate", "shard", "hybrid"))
         require_count("TrainerConfig", "shard_ranks", self.shard_ranks, 0, 2**17)
         require_member("TrainerConfig", "recompute_blocks", self.recompute_blocks, bool)
-        if self.precision is not None and (not isinstance(self.precision, str) or self.precision not in ("fp32", "bf16")):
-            raise ValueError(f"TrainerConfig.precision is {self.precision!r}: it must be 'fp32', 'bf16' or None")
+        if self.precision is not None:
+            require_choice("TrainerConfig", "precision", self.precision, ("fp32", "bf16"))
         if self.resume is not None and self.init is not None:
             raise ValueError(
                 f"TrainerConfig.resume is {str(self.resume)!r} and init is {str(self.init)!r}: name one, resume to go on with "

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from treadle.model.network import Network
 from treadle.pipeline import PackedBatch, Packer, StepItems
 from treadle.pipeline.bag import DecodedBag, decode_bag
 from treadle.pipeline.columns import Tape, content_list
-from treadle.shape import MAX_CHOICES_PER_ITEM, Modality, require_count
+from treadle.shape import MAX_CHOICES_PER_ITEM, Modality, require_choice, require_count, require_member, require_path, shown
 
 Content = bytes | bytearray | memoryview | NDArray[np.uint8] | str
 """One item's bytes; a string is its UTF-8."""
@@ -73,10 +73,14 @@ class Encoder:
             precision: None takes bf16 on CUDA, else fp32.
 
         Raises:
-            ValueError: there is no such device.
+            ValueError: an argument is of another type, or there is no such device.
             StorageFileError: the file is missing, damaged, of a newer format or no checkpoint.
         """
-        placed = pick_device("device", device)
+        require_path("Encoder.load", "checkpoint", checkpoint)
+        if precision is not None:
+            require_choice("Encoder.load", "precision", precision, ("fp32", "bf16"))
+        require_member("Encoder.load", "options", options, DecodeOptions, optional=True)
+        placed = pick_device("Encoder.load.device", device)
         content = read_checkpoint(checkpoint)
         network = Network(content.config)
         require_entries(checkpoint, "weights", content.weights, network.named_parameters())
@@ -122,10 +126,12 @@ class Encoder:
             DecodeError: a content cannot be decoded; its `index` says which.
             ValueError: the modality is not encoded here, or `dimensions` is out of range.
         """
-        width = require_count("Encoder", "dimensions", self.hidden if dimensions is None else dimensions, 1, self.hidden)
-        listed = _listed(contents)
+        kind = self._kind(modality)
+        require_choice("Encoder.encode", "on_error", on_error, ("raise", "nan"))
+        width = require_count("Encoder.encode", "dimensions", self.hidden if dimensions is None else dimensions, 1, self.hidden)
+        listed = _listed("contents", contents)
         out_NM = torch.full((len(listed), width), torch.nan, device=self.device)
-        for batch, index_S in self._batches(modality, listed, None, on_error):
+        for batch, index_S in self._batches(kind, listed, None, on_error):
             states_PD, layout = self._states(batch)
             pooled_SD = self._network.tower.pool(states_PD, layout).float()
             out_NM[index_S] = normalize(pooled_SD[:, :width], dim=1)
@@ -141,15 +147,19 @@ class Encoder:
             on_error: `nan` answers no tokens for a content that cannot be decoded.
 
         Raises:
-            ValueError: the run trained no token head.
+            ValueError: the run trained no token head, the modality is not encoded here, or `max_tokens` is negative.
             DecodeError: a content cannot be decoded; its `index` says which.
         """
+        if max_tokens is not None:
+            max_tokens = require_count("Encoder.encode_tokens", "max_tokens", max_tokens)
+        listed = _listed("contents", contents)
+        kind = self._kind(modality)
+        require_choice("Encoder.encode_tokens", "on_error", on_error, ("raise", "nan"))
         head = self._network.token_head
         if head is None:
             raise ValueError("the checkpoint holds no token head: train with late_interaction.weight above 0")
-        listed = _listed(contents)
         out = [torch.zeros(0, self.token_width, device=self.device) for _ in listed]
-        for batch, index_S in self._batches(modality, listed, None, on_error):
+        for batch, index_S in self._batches(kind, listed, None, on_error):
             states_PD, layout = self._states(batch)
             with torch.no_grad():
                 vectors_PW = head(states_PD.float())
@@ -168,9 +178,9 @@ class Encoder:
         Raises:
             ValueError: the run trained no text head, or an entry of `choices` is empty or repeats a byte.
         """
+        listed, legal = _listed("states", states), _listed("choices", choices)
         if self._network.heads.of(Modality.TEXT) is None:
             raise ValueError("the checkpoint holds no text head: train with choices.weight above 0, or a masked objective")
-        listed, legal = _listed(states), _listed(choices)
         if len(listed) != len(legal):
             raise ValueError(f"there are {len(listed)} states and {len(legal)} entries of choices: give one for each")
         for index, entry in enumerate(legal):
@@ -192,15 +202,16 @@ class Encoder:
         with torch.no_grad(), torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._bf16):
             return self._network.tower(layout, None), layout
 
-    def _batches(
-        self, modality: Modality | str, contents: list[bytes], choices: list[bytes] | None, on_error: OnError
-    ) -> Iterator[tuple[PackedBatch, list[int]]]:
-        """Packed batches, and which content each segment is."""
-        kind = Modality.parse(modality) if isinstance(modality, str) else Modality(modality)
+    def _kind(self, modality: Modality | str) -> Modality:
+        kind = Modality.given("Encoder", "modality", modality)
         if kind not in self.modalities:
             raise ValueError(f"{kind} is not encoded here: the run trained {', '.join(map(str, self.modalities))}")
-        if on_error not in ("raise", "nan"):
-            raise ValueError(f'on_error is {on_error!r}: it must be "raise" or "nan"')
+        return kind
+
+    def _batches(
+        self, kind: Modality, contents: list[bytes], choices: list[bytes] | None, on_error: OnError
+    ) -> Iterator[tuple[PackedBatch, list[int]]]:
+        """Packed batches, and which content each segment is."""
         shape = self.config.batch if choices is None else replace(self.config.batch, max_choices_per_item=MAX_CHOICES_PER_ITEM)
         packer = Packer(shape, window=LOOK_AHEAD_BATCHES, options=self._options)
 
@@ -249,12 +260,14 @@ def _taken(packer: Packer) -> tuple[PackedBatch, list[int]]:
     return batch, [int(token) for token in tokens if isinstance(token, int)]
 
 
-def _listed(contents: Contents) -> list[bytes]:
+def _listed(name: str, contents: Contents) -> list[bytes]:
     if isinstance(contents, bytes | bytearray | memoryview | str):
-        raise ValueError("contents is one content: give a list of them, or a (data, offsets) tape")
+        raise ValueError(f"{name} is one content: give a list of them, or a (data, offsets) tape")
+    if not isinstance(cast(object, contents), Sequence | np.ndarray):
+        raise ValueError(f"{name} is {shown(contents)}: it must be a list of contents, or a (data, offsets) tape")
     if isinstance(contents, tuple) and len(contents) == 2 and not isinstance(contents[1], bytes | bytearray | memoryview | str):
-        tape = content_list(contents, max(0, np.size(contents[1]) - 1))
+        tape = content_list(contents, max(0, np.size(contents[1]) - 1), name)
         assert isinstance(tape, Tape)
         return [tape.data[a:b].tobytes() for a, b in pairwise(tape.offsets.tolist())]
     entries = [c.encode() if isinstance(c, str) else c for c in contents]
-    return [bytes(c) for c in content_list(entries, len(entries))]
+    return [bytes(c) for c in content_list(entries, len(entries), name)]

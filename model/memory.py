@@ -1,37 +1,16 @@
 """Whether a device can hold a run's weights: counted before anything is allocated, so that a refusal names fields and not an allocator."""
 
-import os
-import sys
 from collections.abc import Generator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 
 from treadle.model.config import TrainerConfig
 from treadle.model.network import Network
+from treadle.pipeline.memory import gib, host_bytes
 
 BYTES_PER_PARAMETER = 16
 """fp32 weight, gradient and two moments."""
-
-_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-
-
-def host_bytes() -> int:
-    """Memory that this process can have at most: the machine's, or what its container or `ulimit -v` leaves of it."""
-    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")] if hasattr(os, "sysconf") else [2**63]
-    for path in _CGROUP_LIMITS:
-        try:
-            text = Path(path).read_text()
-        except OSError:
-            continue
-        limits += [int(text)] if text.strip().isdigit() else []
-    if sys.platform != "win32":
-        import resource
-
-        soft, _ = resource.getrlimit(resource.RLIMIT_AS)
-        limits += [soft] if soft != resource.RLIM_INFINITY else []
-    return min(limits)
 
 
 def device_bytes(device: torch.device) -> int:
@@ -64,7 +43,7 @@ def check_memory(config: TrainerConfig, device: torch.device, ranks: int = 1) ->
             also = "" if widest.startswith("tower.blocks.") else f", or what makes {widest} wide"
             raise ValueError(
                 f"TrainerConfig.hidden is {config.hidden} and depth {config.depth}: {whole:,} parameters (the largest, {widest}, is "
-                f"{list(parameters[widest].shape)}) take {_gib(needed)} of the {place}, which has {_gib(there)}: lower hidden or depth{also}"
+                f"{list(parameters[widest].shape)}) take {gib(needed)} of the {place}, which has {gib(there)}: lower hidden or depth{also}"
             )
 
 
@@ -84,7 +63,3 @@ def naming_memory(config: TrainerConfig) -> Generator[None]:
             f"TrainerConfig.hidden is {config.hidden} and depth {config.depth}: memory ran out while the model was made; lower them, or free "
             "what other processes hold"
         ) from error
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:,.1f} GiB"

@@ -1,7 +1,7 @@
 """The world of ranks that train one tower together: how it meets, and the few collectives that a step needs.
 
-Only this file and `mesh_store.py` import torch.distributed, and only when there is more than one process. A world of one is the identity, so that the step
-is written once. Device tensors travel by NCCL or gloo; what the host knows anyway (counts, flags) travels by gloo, without waiting for
+Only this file, `mesh_store.py` and `parallel.py` import torch.distributed, and only when there is more than one process. A world of one is
+the identity, so that the step is written once. Device tensors travel by NCCL or gloo; what the host knows anyway (counts, flags) travels by gloo, without waiting for
 the device.
 
 Suffixes: N items of the whole world, S of this rank, D any width.
@@ -27,6 +27,7 @@ from treadle.model.device import pick_device
 from treadle.model.mesh_rendezvous import arrive, meet
 from treadle.model.mesh_traffic import Traffic, gather_bytes, sum_bytes
 from treadle.model.mesh_watch import Watch
+from treadle.shape import require_member
 
 logger = logging.getLogger(__name__)
 
@@ -316,9 +317,10 @@ class Mesh:
         Without either, the mesh is this process alone. `device` forces a kind of device; None takes CUDA where there is one.
 
         Raises:
-            ValueError: torchrun's environment is incomplete, or the processes contradict each other.
+            ValueError: an argument is of another type, torchrun's environment is incomplete, or the processes contradict each other.
             PeersMissingError: not all came within the time-out; the message names them.
         """
+        require_member("Mesh.bootstrap", "options", options, MeshOptions, optional=True)
         options = options or MeshOptions()
         if options.directory is not None:
             return _bootstrap_by_folder(options, device)
@@ -328,10 +330,12 @@ class Mesh:
 
     @property
     def rank(self) -> int:
+        """This process's number in the world, from 0."""
         return self.world.rank
 
     @property
     def world_size(self) -> int:
+        """Processes of the world."""
         return self.world.size
 
     def describe(self) -> MeshDescription:

@@ -13,7 +13,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -159,8 +159,12 @@ def _arrived(store: Store, call: str, size: int) -> tuple[dict[int, list[str]], 
 
 
 def _ranks_missing(missing: list[int], size: int, timeout_s: float) -> str:
-    named = ", ".join(map(str, missing[:MAX_NAMED_PEERS])) + (", ..." if len(missing) > MAX_NAMED_PEERS else "")
-    return f"{len(missing)} of {size} ranks did not come within {timeout_s:g} s: rank {named}; check that they run"
+    return f"{len(missing)} of {size} ranks did not come within {timeout_s:g} s: rank {first_of(missing)}; check that they run"
+
+
+def first_of(numbers: Sequence[int]) -> str:
+    """The first of many processes, for a message."""
+    return ", ".join(map(str, numbers[:MAX_NAMED_PEERS])) + (", ..." if len(numbers) > MAX_NAMED_PEERS else "")
 
 
 def _end(reason: str, missing: bool) -> None:
@@ -325,10 +329,9 @@ class _Party:
         return ""
 
     def _missing(self, indices: list[int]) -> str:
-        named = ", ".join(map(str, indices[:MAX_NAMED_PEERS])) + (", ..." if len(indices) > MAX_NAMED_PEERS else "")
         return (
             f"{len(indices)} of {self.count} processes did not come to {self.folder} within {self.timeout_s:g} s: "
-            f"host_domain_index {named}; check that they run, with this directory and job name"
+            f"host_domain_index {first_of(indices)}; check that they run, with this directory and job name"
         )
 
     def _write(self, name: str, note: Mapping[str, object]) -> None:

@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable, Generator
 from typing import Protocol
 
+from treadle.model.mesh_rendezvous import first_of
+
 logger = logging.getLogger(__name__)
 
 EXIT_CODE = 70
@@ -26,8 +28,6 @@ MIN_POLL_S, MAX_POLL_S = 0.05, 10.0
 READING_S = 1.0
 MIN_SILENCE_S, MAX_SILENCE_S = 2.0, 25.0
 """How long past the time-out the store may take to say who hangs: less than the backend's own grace."""
-
-MAX_NAMED = 16
 
 
 class Store(Protocol):
@@ -47,7 +47,7 @@ def end_process(code: int) -> None:
 
 
 class Watch:
-    """One rank's count of collectives, and the thread that watches over it.
+    """One rank's count of collectives, and the threads that watch over it.
 
     Args:
         timeout_s: how long a rank may wait in one collective, seconds.
@@ -120,9 +120,7 @@ class Watch:
         behind = [rank for rank, count in enumerate(counts) if count < self._count]
         # Else it may be this rank that is behind, in something long that it has marked.
         behind = behind or [rank for rank, count in enumerate(counts) if count < max(counts)]
-        named = ", ".join(map(str, behind[:MAX_NAMED])) + (", ..." if len(behind) > MAX_NAMED else "")
-        if not behind:
-            named = "none is behind, so the network is"
+        named = first_of(behind) if behind else "none is behind, so the network is"
         return (
             f"rank {self._rank} has waited {self._timeout_s:g} s in {self._name} (collective {self._count}); "
             f"hanging: rank {named}; the stacks of all ranks stand in their output"

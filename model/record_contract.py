@@ -3,12 +3,13 @@
 import hashlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from treadle.model.record_values import dtype_name, dtype_of, refuse
+from treadle.shape import require_member, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +44,18 @@ class TrainableParameterContract:
                 statistics of a batch norm that trains.
 
         Raises:
-            ValueError: a name is no parameter's, or no buffer's.
+            ValueError: a name is no parameter's, or no buffer's; or an argument is of another type.
         """
+        require_member("TrainableParameterContract.capture", "model", model, nn.Module)
+        for what, listed in (("names", names), ("buffers", buffers)):
+            if listed is not None and (isinstance(listed, str | bytes) or not isinstance(cast(object, listed), Iterable)):
+                raise ValueError(f"TrainableParameterContract.capture.{what} is {shown(listed)}: it must be a list of names, or None")
         parameters, others = dict(model.named_parameters()), dict(model.named_buffers())
         chosen = {n for n, p in parameters.items() if p.requires_grad} if names is None else set(names)
-        refuse("no such parameters", [n for n in sorted(chosen) if n not in parameters])
+        refuse("names: no such parameters", [str(n) for n in sorted(chosen, key=str) if n not in parameters])
         kept = {n: p for n, p in parameters.items() if n in chosen}
         beside = _beside(model, {id(p) for p in kept.values()}, others) if buffers is None else set(buffers)
-        refuse("no such buffers", [n for n in sorted(beside) if n not in others])
+        refuse("buffers: no such buffers", [str(n) for n in sorted(beside, key=str) if n not in others])
         base = _digests(model, chosen, beside)
         return cls(
             shapes={n: tuple(p.shape) for n, p in kept.items()},
@@ -66,6 +71,7 @@ class TrainableParameterContract:
         Raises:
             ValueError: they do not; every difference is listed.
         """
+        require_member("TrainableParameterContract.validate", "model", model, nn.Module)
         parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
         differences = [f"{n} is named, the model lacks it" for n in self.shapes if n not in parameters]
         for name, parameter in parameters.items():
@@ -91,6 +97,7 @@ class TrainableParameterContract:
         Raises:
             ValueError: it is another; the tensors that differ are listed.
         """
+        require_member("TrainableParameterContract.check_base", "model", model, nn.Module)
         here = _digests(model, self.shapes, self.buffers)
         if _together(here) == self.base_digest:
             return

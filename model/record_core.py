@@ -55,6 +55,7 @@ from treadle.model.record_ranks import (
     summed,
 )
 from treadle.model.record_values import ValueReader, ValueWriter, dtype_name, dtype_of, refuse, tensors_named
+from treadle.shape import shown
 
 Kind = Literal["plain", "weighted", "with_dtypes", "weighted_with_dtypes"]
 Accumulator = GradientsAccumulator | WeightedGradientsAccumulator
@@ -274,6 +275,8 @@ def put_back(
     """
     _require_components(model, optimizer, scheduler)
     check_place(place.rank, place.world_size)
+    if place.merge is not None and not callable(place.merge):
+        raise ValueError(f"merge is {shown(place.merge)}: it must be called with the list of all ranks' states, or None")
     structure, kind = snapshot.structure, snapshot.structure["kind"]
     recorded = {name: snapshot.tensors[f"model.{name}"] for name in structure["model"]["dtypes"]}
     found, ties = _model_tensors(model, chosen)

@@ -14,6 +14,7 @@ from torch import Tensor
 from treadle.model.mesh import World
 from treadle.model.record_file import Form, Snapshot, snapshot_from_bytes, snapshot_to_bytes
 from treadle.model.record_values import tensors_named
+from treadle.shape import require_count
 
 MAX_WORLD_SIZE = 2**17
 
@@ -107,9 +108,8 @@ def check_place(rank: int, world_size: int) -> None:
     Raises:
         ValueError: one is out of range.
     """
-    for name, value, least, most in (("world_size", world_size, 1, MAX_WORLD_SIZE), ("rank", rank, 0, world_size - 1)):
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise ValueError(f"{name} is {value!r}: it must be a whole number from {least} to {most}")
+    world_size = require_count("restore", "world_size", world_size, 1, MAX_WORLD_SIZE)
+    require_count("restore", "rank", rank, 0, world_size - 1)
 
 
 def same_gradients(parts: Sequence[RankPart]) -> list[str]:

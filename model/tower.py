@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint as checkpointed
 
-from treadle.kernels.dispatch import choose
+from treadle.kernels.dispatch import choose, compute_dtype
 from treadle.kernels.mean_pool import mean_pool
 from treadle.kernels.rms_norm import rms_norm
 from treadle.kernels.rotary import rotary
@@ -27,7 +27,7 @@ from treadle.model.corruption import Corruption
 from treadle.model.embedding import Embedding, permute_rows
 from treadle.model.initial import draw_parameter_
 from treadle.model.layout import BatchLayout
-from treadle.shape import BatchShape, require_count
+from treadle.shape import BatchShape, require_count, require_member
 
 TIME_PAIRS, HEIGHT_PAIRS, WIDTH_PAIRS = 16, 8, 8
 TIME_BASE, PLACE_BASE = 10_000.0, 100.0
@@ -86,12 +86,6 @@ class Block(nn.Module):
         return x_PD, linear(swiglu(linear(y_PD, self.gate_up)), self.down)
 
 
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """What matrix products run in: autocast's type where it is on, else that of `x`."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-
-
 def _add_norm(x_PD: Tensor, change_PD: Tensor | None, gain_D: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     if change_PD is None:
         return rms_norm(x_PD, gain_D, out_dtype=dtype)
@@ -107,7 +101,7 @@ class Tower(nn.Module):
         name: what the parameters' checkpoint keys begin with.
 
     Raises:
-        ValueError: depth or hidden is out of range.
+        ValueError: an argument is out of range or of another type.
     """
 
     def __init__(self, depth: int, hidden: int, shape: BatchShape, seed: int, *, checkpoint: bool = False, name: str = "tower") -> None:
@@ -116,6 +110,9 @@ class Tower(nn.Module):
         hidden = require_count("Tower", "hidden", hidden, 128, 2**16)
         if hidden % 128:
             raise ValueError(f"Tower.hidden is {hidden}: it must be a multiple of 128")
+        seed = require_count("Tower", "seed", seed, 0, 2**64 - 1)
+        for what, value, kind in (("shape", shape, BatchShape), ("checkpoint", checkpoint, bool), ("name", name, str)):
+            require_member("Tower", what, value, kind)
         shape = shape.resolved()
         self.hidden = hidden
         self.checkpoint = checkpoint

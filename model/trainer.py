@@ -5,10 +5,10 @@ A blocking call waits for its turn; an interrupted wait leaves a whole step behi
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol, Self, cast
 
 import torch
 
@@ -36,7 +36,7 @@ from treadle.model.rank_states import collect_ranks
 from treadle.model.statistics import StatisticsReader, StepResult, TrainerStepStats
 from treadle.model.step import PeerRefusedError, StepRunner
 from treadle.pipeline import PackedBatch, Packer, StepItems, StreamState
-from treadle.shape import require_count
+from treadle.shape import require_count, require_member, require_path, shown
 
 __all__ = ["Batch", "Deferred", "PeerRefusedError", "Stopped", "Trainer", "TrainerStepStats"]
 
@@ -70,6 +70,7 @@ class Trainer:
     """
 
     def __init__(self, config: TrainerConfig) -> None:
+        require_member("Trainer", "config", config, TrainerConfig)
         self.config = config
         self.world: World = config.mesh.world if config.mesh is not None else World()
         own = config.mesh.device if config.mesh is not None and config.device is None else config.device
@@ -156,7 +157,14 @@ class Trainer:
 
         Returns:
             The last step's result, None when there was no step.
+
+        Raises:
+            ValueError, DecodeError, PeerRefusedError: as `step`; or an argument is of another type.
         """
+        if isinstance(stream, str | bytes | Mapping) or not isinstance(cast(object, stream), Iterable):
+            raise ValueError(f"Trainer.fit's stream is {shown(stream)}: it must be a ShardStream, or another iterable of PackedBatch")
+        if on_step is not None and not callable(on_step):
+            raise ValueError(f"Trainer.fit's on_step is {shown(on_step)}: it must be called with a StepResult, or None")
         batches = iter(stream)
         last: StepResult | None = None
         stopping = False
@@ -195,9 +203,11 @@ class Trainer:
             StorageFileError: the folder or the disk refused the file; the old one is untouched. Both are raised on every rank; without
                 `wait`, by rank 0's answer alone.
         """
+        require_path("Trainer.save", "path", path)
+        require_member("Trainer.save", "wait", wait, bool)
         progress_steps = require_count("Trainer.save", "progress_steps", progress_steps)
         if progress is not None and not callable(progress):
-            raise ValueError(f"Trainer.save's progress is {progress!r}: it must be called with (done, total), or None")
+            raise ValueError(f"Trainer.save's progress is {shown(progress)}: it must be called with (done, total), or None")
         given = stream if stream is None or isinstance(stream, StreamState) else _position(stream)
         reports = ProgressReports(f"saving {path}", progress, progress_steps)
 
@@ -260,7 +270,7 @@ class Trainer:
         """The packed batches of a call, or what is wrong with it: peers are told before it is raised, or they would wait."""
         try:
             if embeddings is not None and not (isinstance(embeddings, torch.dtype) and embeddings.is_floating_point):
-                raise ValueError(f"embeddings is {embeddings!r}: it must be a floating torch type, such as torch.float32")
+                raise ValueError(f"embeddings is {shown(embeddings)}: it must be a floating torch type, such as torch.float32")
             if isinstance(batch, StepItems):
                 batches = [self._pack(batch)]
             else:
@@ -392,7 +402,7 @@ class Trainer:
 def _position(stream: object) -> StreamState | None:
     state = getattr(stream, "state", stream)
     if state is not None and not isinstance(state, StreamState):
-        raise ValueError(f"Trainer.save's stream is {stream!r}: it must be a stream with a StreamState, or a StreamState itself")
+        raise ValueError(f"Trainer.save's stream is {shown(stream)}: it must be a stream with a StreamState, or a StreamState itself")
     return state
 
 
@@ -402,6 +412,6 @@ def _packed_batches(batch: object) -> list[PackedBatch]:
     batches: list[PackedBatch] = []
     for one in batch if isinstance(batch, Sequence) else (batch,):
         if not isinstance(one, PackedBatch):
-            raise ValueError(f"a step takes a PackedBatch, a list of them, a StepItems or None, not a {type(one).__name__}")
+            raise ValueError(f"batch is {shown(batch)}: a step takes a PackedBatch, a list of them, a StepItems or None")
         batches.append(one)
     return batches

@@ -8,8 +8,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from treadle.decoders import Payload
 from treadle.pipeline.bag import DecodedBag, assemble_bag
+from treadle.pipeline.columns import members
 from treadle.pipeline.items import Relations, StepItems
-from treadle.shape import BatchShape, Modality
+from treadle.shape import BatchShape, Modality, require_member, shown
 
 _FORMS = {
     Modality.TEXT: ("uint8 [bytes]", np.uint8, 1),
@@ -44,7 +45,10 @@ def bag_of_arrays(
     Raises:
         ValueError: an array is not what its modality takes, does not fit a row, or a column breaks a rule of `StepItems`.
     """
-    kinds = list(modalities)
+    require_member("bag_of_arrays", "shape", shape, BatchShape)
+    kinds = members("modalities", modalities, Modality)
+    if not isinstance(cast(object, arrays), Sequence | np.ndarray):
+        raise ValueError(f"arrays is {shown(arrays)}: it must be a list with one array per item")
     if len(kinds) != len(arrays):
         raise ValueError(f"arrays has {len(arrays)} entries for {len(kinds)} modalities: there must be one per item")
     items = StepItems(

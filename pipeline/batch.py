@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from treadle.pipeline.columns import Tape
 from treadle.pipeline.items import Edges
 from treadle.pipeline.layout import COUNTS, EDGE_SETS, Capacities, LateInteractionCapacities, Layout, allocate, batch_layout
-from treadle.shape import BatchShape, Modality
+from treadle.pipeline.memory import check_memory
+from treadle.shape import BatchShape, Modality, require_choice, require_count, require_member, require_path, shown
 
 if TYPE_CHECKING:
     import torch
@@ -78,11 +79,18 @@ class PackedBatch:
             state: position of the stream.
 
         Raises:
-            ValueError: a field is out of range.
+            ValueError: an argument is out of range or of another type, or the host has no memory for such capacities.
         """
+        require_member("PackedBatch", "shape", shape, BatchShape)
+        require_member("PackedBatch", "capacities", capacities, Capacities, optional=True)
+        if state is not None:
+            from treadle.pipeline.state import StreamState
+
+            require_member("PackedBatch", "state", state, StreamState)
         resolved = shape.resolved()
         limits = capacities or Capacities.of(resolved, max_edges, late_interaction)
         layout = batch_layout(resolved, limits.edges)
+        check_memory(resolved, limits, layout)
         self._bind(resolved, limits, layout, allocate(layout), state)
         self.position_segment.fill(-1)
 
@@ -230,15 +238,22 @@ class PackedBatch:
         return Edges(offsets, self._arrays[f"{name}_ids"][:used], self._arrays[f"{name}_weights"][:used])
 
     def array(self, name: str) -> NDArray[Any]:
-        """One array of the buffer by its field name, at its full capacity."""
+        """One array of the buffer by its field name, at its full capacity.
+
+        Raises:
+            ValueError: there is no such field.
+        """
+        require_choice("PackedBatch.array", "name", name, self._arrays)
         return self._arrays[name]
 
     def payload(self, segment: int) -> NDArray[Any]:
         """One segment's content: text uint8 [n], image [H, W, channels], video [T, H, W, channels], audio float32 [n].
 
         Raises:
+            ValueError: `segment` is no integer.
             IndexError: there is no such segment.
         """
+        segment = require_count("PackedBatch.payload", "segment", segment, -(2**63), 2**63 - 1)
         if not 0 <= segment < self.segments:
             raise IndexError(f"segment {segment} of a batch of {self.segments}")
         kind = Modality(int(self.modality[segment]))
@@ -263,9 +278,18 @@ class PackedBatch:
         """Every array on `device`, by field name, moved by one copy of the used prefix.
 
         Unsigned ids and edge ids arrive as the signed type of the same bits. On the CPU the tensors share the copy.
+
+        Raises:
+            ValueError: `device` names none, or is no `torch.device`.
         """
         import torch
 
+        try:
+            device = torch.device(device) if isinstance(device, str) else device
+        except RuntimeError:
+            device = f"no device: {device}"
+        if not isinstance(device, torch.device):
+            raise ValueError(f"PackedBatch.to.device is {shown(device)}: it must be a device such as 'cpu' or 'cuda:1'")
         moved = torch.from_numpy(self.buffer[: self.used_bytes]).to(device, copy=True)
         kinds = {"int64": torch.int64, "uint64": torch.int64, "int32": torch.int32, "uint32": torch.int32}
         kinds |= {"float32": torch.float32, "uint8": torch.uint8}
@@ -277,14 +301,24 @@ class PackedBatch:
         return tensors
 
     def draw(self, path: "str | PathLike[str]") -> None:
-        """Writes a picture of the batch as a PNG: rows as strips, a colour for each modality, thumbnails where they fit."""
+        """Writes a picture of the batch as a PNG: rows as strips, a colour for each modality, thumbnails where they fit.
+
+        Raises:
+            ValueError: `path` is none.
+        """
+        require_path("PackedBatch.draw", "path", path)
         from treadle.pipeline.picture import draw_batch
 
         drawn: Any = self
         draw_batch(drawn, path)
 
     def save(self, path: "str | PathLike[str]") -> None:
-        """Writes the batch, with its stream state, as one safetensors file, whole or not at all."""
+        """Writes the batch, with its stream state, as one safetensors file, whole or not at all.
+
+        Raises:
+            ValueError: `path` is none.
+        """
+        require_path("PackedBatch.save", "path", path)
         from treadle.pipeline.batch_file import save_batch
 
         saved: Any = self
@@ -295,8 +329,10 @@ class PackedBatch:
         """The batch that `save` wrote.
 
         Raises:
+            ValueError: `path` is none.
             PackedError: the file is truncated, altered, or of another format version.
         """
+        require_path("PackedBatch.load", "path", path)
         from treadle.pipeline.batch_file import load_batch
 
         loaded: Any = load_batch(path)

@@ -6,7 +6,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from treadle.shape import LateInteractionSide, Modality
+from treadle.shape import LateInteractionSide, Modality, shown
 
 Content = bytes | bytearray | memoryview
 Scalar = TypeVar("Scalar", bound=np.generic)
@@ -98,7 +98,7 @@ def members(name: str, values: Iterable[Any], kind: type[Modality] | type[LateIn
     Raises:
         ValueError: an entry is none of them.
     """
-    given: list[Any] = values.tolist() if isinstance(values, np.ndarray) else list(values)
+    given = values.tolist() if isinstance(values, np.ndarray) and values.ndim else _listed(name, values)
     try:
         plain = bytes(given)
     except (TypeError, ValueError):
@@ -143,18 +143,18 @@ def group_column(values: ArrayLike, count: int) -> NDArray[np.int64]:
             raise error from None
 
 
-def content_list(values: Any, count: int) -> list[Content] | Tape[np.uint8]:
-    """Contents: a tape, or a list of bytes.
+def content_list(values: Any, count: int, name: str = "contents") -> list[Content] | Tape[np.uint8]:
+    """Contents: a tape, or a list of bytes; `name` is the argument in messages.
 
     Raises:
         ValueError: the tape is malformed, or an entry is no bytes.
     """
     if _is_tape(values):
-        data = _bytes_array("contents", values[0])
-        return Tape(data, _tape_offsets("contents", values[1], data.size, count))
-    entries: list[Any] = list(values)
+        data = _bytes_array(name, values[0])
+        return Tape(data, _tape_offsets(name, values[1], data.size, count))
+    entries = _listed(name, values)
     if len(entries) != count:
-        raise ValueError(f"contents has {len(entries)} entries for {count} items: there must be one per item")
+        raise ValueError(f"{name} has {len(entries)} entries for {count} items: there must be one per item")
     for item, entry in enumerate(entries):
         if isinstance(entry, bytes | bytearray | memoryview):
             if isinstance(entry, memoryview) and not entry.c_contiguous:
@@ -164,7 +164,7 @@ def content_list(values: Any, count: int) -> list[Content] | Tape[np.uint8]:
             entries[item] = np.ascontiguousarray(entry).data
             continue
         fix = "; encode the text first" if isinstance(entry, str) else ""
-        raise ValueError(f"contents: item {item} is {type(entry).__name__}: it must be bytes{fix}")
+        raise ValueError(f"{name}: item {item} is {type(entry).__name__}: it must be bytes{fix}")
     return entries
 
 
@@ -178,7 +178,7 @@ def byte_tape(name: str, values: Any, count: int) -> Tape[np.uint8]:
         data = _bytes_array(name, values[0])
         return Tape(data, _tape_offsets(name, values[1], data.size, count))
     entries: list[bytes] = []
-    for item, entry in enumerate(values):
+    for item, entry in enumerate(_listed(name, values)):
         if entry is not None and not isinstance(entry, bytes | bytearray | memoryview | np.ndarray):
             raise ValueError(f"{name}: item {item} is {type(entry).__name__}: it must be bytes, or None")
         entries.append(b"" if entry is None else bytes(entry))
@@ -195,9 +195,22 @@ def float_tape(name: str, values: Any, count: int) -> Tape[np.float32]:
     if _is_tape(values) and (count != 2 or (np.ndim(values[1]) == 1 and len(values[1]) == count + 1)):
         data = float_column(name, values[0])
         return Tape(data, _tape_offsets(name, values[1], data.size, count))
-    entries = [_EMPTY_FLOAT32 if entry is None else float_column(f"{name}: item {item}", entry) for item, entry in enumerate(values)]
+    given = enumerate(_listed(name, values))
+    entries = [_EMPTY_FLOAT32 if entry is None else float_column(f"{name}: item {item}", entry) for item, entry in given]
     offsets = _offsets_of(name, [len(entry) for entry in entries], count)
     return Tape(np.concatenate(entries) if entries else _EMPTY_FLOAT32, offsets)
+
+
+def _listed(name: str, values: Any) -> list[Any]:
+    """The entries of a column, one per item.
+
+    Raises:
+        ValueError: it has none.
+    """
+    # What most columns are goes first: asking the abstract class takes as long as a short column.
+    if type(values) is not list and (not isinstance(values, Iterable) or (isinstance(values, np.ndarray) and not values.ndim)):
+        raise ValueError(f"{name} is {shown(values)}: it must be a list with one entry per item")
+    return list(values)
 
 
 def _is_tape(values: object) -> bool:

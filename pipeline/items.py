@@ -6,6 +6,7 @@ before use. Every refusal is a `ValueError` that names the column, the item, the
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, cast
 
 import numpy as np
@@ -25,7 +26,7 @@ from treadle.pipeline.columns import (
     sized,
     temperature_group_column,
 )
-from treadle.shape import BatchShape, LateInteractionSide, Modality
+from treadle.shape import BatchShape, LateInteractionSide, Modality, require_count, require_member
 
 TARGET_SUM_TOLERANCE = 1e-3
 """How far an item's choice targets may sum from one."""
@@ -57,6 +58,7 @@ class Edges:
         put(self, "ids", wide.astype(np.uint32) if narrow else wide)
 
     def __len__(self) -> int:
+        """Edges of the set."""
         return len(self.ids)
 
     def __repr__(self) -> str:
@@ -87,6 +89,8 @@ class Edges:
         Raises:
             ValueError: the rows are malformed, or an edge is out of range, out of order, to itself or badly weighed.
         """
+        if type(num_items) is not int or num_items < 0:
+            num_items = require_count(name, "num_items", num_items, 0, 2**63 - 1)
         offsets, ids, weights = self.offsets, self.ids, self.weights
         if not len(offsets):
             if len(ids) or len(weights):
@@ -131,7 +135,11 @@ class Edges:
 
 @dataclass(frozen=True, slots=True)
 class Relations:
-    """The contrastive targets of one step: a pair `ignore` names is skipped, else `attract` pulls, else `repel` pushes."""
+    """The contrastive targets of one step: a pair `ignore` names is skipped, else `attract` pulls, else `repel` pushes.
+
+    Raises:
+        ValueError: a field is out of range or of another type; the message names it.
+    """
 
     attract: Edges = field(default_factory=Edges)
     """Pairs pulled together."""
@@ -161,6 +169,30 @@ class Relations:
 
 NO_RELATIONS = Relations()
 """No pair is named."""
+
+
+class AllPairs(Edges):
+    """Every item linked to every other: in order as it is made, so that a step's check of it is one of the count."""
+
+    __slots__ = ()
+
+    def __init__(self, num_items: int) -> None:
+        """Takes how many items there are, from two on."""
+        ids = np.tile(np.arange(num_items, dtype=np.uint32), (num_items, 1))[~np.eye(num_items, dtype=bool)]
+        super().__init__(np.arange(num_items + 1) * (num_items - 1), ids)
+        for column in (self.offsets, self.ids, self.weights):
+            column.setflags(write=False)
+
+    def check(self, num_items: int, name: str) -> None:
+        """As `Edges.check`."""
+        if len(self.offsets) != num_items + 1:
+            super().check(num_items, name)
+
+
+@lru_cache(maxsize=64)
+def all_attract(num_items: int) -> Relations:
+    """Every item attracts every other. Shared between samples: building it costs more than the rest of a bag."""
+    return Relations(AllPairs(num_items)) if num_items > 1 else NO_RELATIONS
 
 
 @dataclass(frozen=True, slots=True, init=False, eq=False, repr=False)
@@ -201,6 +233,10 @@ class StepItems:
         choice_targets: Sequence[ArrayLike | None] | tuple[ArrayLike, ArrayLike] | None = None,
         relations: Relations | None = None,
     ) -> None:
+        """
+        Raises:
+            ValueError: a column is of another type, of another length, or breaks its rule; the message names it and the item.
+        """
         kinds = members("modalities", modalities, Modality)
         count = len(kinds)
         put = object.__setattr__
@@ -225,6 +261,7 @@ class StepItems:
             self.relations.check(count)
 
     def __len__(self) -> int:
+        """Items of the step."""
         return len(self.modalities)
 
     def __repr__(self) -> str:
@@ -234,7 +271,13 @@ class StepItems:
         return f"StepItems({len(self)} items: {', '.join([*parts, *given, *edges]) or 'none'})"
 
     def content(self, item: int) -> Content:
-        """The bytes of one item, not copied."""
+        """The bytes of one item, not copied.
+
+        Raises:
+            ValueError: `item` is no item's index.
+        """
+        if type(item) is not int or not 0 <= item < len(self.modalities):
+            item = require_count("StepItems.content", "item", item, 0, len(self.modalities) - 1)
         if isinstance(self.contents, Tape):
             data, offsets = self.contents
             return data.data[int(offsets[item]) : int(offsets[item + 1])]
@@ -245,8 +288,11 @@ class StepItems:
 
         Raises:
             ValueError: an item's modality has no live slice, offers more choices than the shape holds, or has a
-                temperature group that the run does not.
+                temperature group that the run does not; or `shape` is no `BatchShape`.
         """
+        require_member("StepItems.check", "shape", shape, BatchShape)
+        if num_temperature_groups is not None:
+            num_temperature_groups = require_count("StepItems.check", "num_temperature_groups", num_temperature_groups)
         for number in sorted(set(self.modalities.tolist())):
             kind = Modality(number)
             if not shape.is_live(kind):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from treadle.shape import ALIGNMENT_BYTES, BatchShape, require_count
+from treadle.shape import ALIGNMENT_BYTES, BatchShape, require_count, shown
 
 FIELD_ALIGNMENT_BYTES = 64
 """Every field starts at a multiple of this: a cache line, and what vector loads want."""
@@ -42,8 +42,8 @@ COUNTS = (
 
 NUM_COUNTS = 16
 
-
 LATE_INTERACTION_FIELDS = ("max_query_span", "max_query_tokens_per_device", "max_documents_per_device", "max_document_tokens_per_device")
+"""Of a late-interaction configuration, those that bound a batch."""
 
 
 class LateInteractionCapacities(Protocol):
@@ -93,6 +93,11 @@ class Capacities:
         edges = max_edges or EDGES_PER_SEGMENT * segments
         if late_interaction is None:
             return cls(positions=shape.positions, segments=segments, bags=bags, edges=edges)
+        lacking = [name for name in LATE_INTERACTION_FIELDS if not hasattr(late_interaction, name)]
+        if lacking:
+            raise ValueError(
+                f"late_interaction is {shown(late_interaction)}: it must be a LateInteraction, or None; it has no {', '.join(lacking)}"
+            )
         span, query_tokens, documents, document_tokens = [
             require_count("late_interaction", name, getattr(late_interaction, name)) for name in LATE_INTERACTION_FIELDS
         ]
@@ -193,7 +198,17 @@ def batch_layout(shape: BatchShape, max_edges: int) -> Layout:
 
 
 def allocate(layout: Layout) -> NDArray[np.uint8]:
-    """A zeroed buffer that starts on a cache line; pages that are never written cost nothing."""
-    raw = np.zeros(layout.total_bytes + FIELD_ALIGNMENT_BYTES, np.uint8)
+    """A zeroed buffer that starts on a cache line; pages that are never written cost nothing.
+
+    Raises:
+        ValueError: others use the memory that it takes.
+    """
+    try:
+        raw = np.zeros(layout.total_bytes + FIELD_ALIGNMENT_BYTES, np.uint8)
+    except MemoryError as error:
+        raise ValueError(
+            f"a batch of this BatchShape and max_edges takes {layout.total_bytes:,} bytes, more than there are left: lower what "
+            "they allow, or free what other processes hold"
+        ) from error
     skip = -raw.ctypes.data % FIELD_ALIGNMENT_BYTES
     return raw[skip : skip + layout.total_bytes]

@@ -38,7 +38,7 @@ from treadle.pipeline.packed_reader import PackedReader
 from treadle.pipeline.storage import public_url
 from treadle.pipeline.tar import MAX_MEMBER_BYTES
 from treadle.pipeline.tensor_file import PackedError
-from treadle.shape import BatchShape
+from treadle.shape import BatchShape, require_count, require_member, require_path
 
 
 class PackedWriter:
@@ -62,15 +62,11 @@ class PackedWriter:
             ValueError: an argument is out of range, the folder holds shards and `append` is False, or another process writes this part.
             PackedError: the index to go on from is malformed.
         """
-        if batches_per_shard < 1:
-            raise ValueError(f"PackedWriter.batches_per_shard is {batches_per_shard}: it must be at least 1")
-        if not 1 <= parts <= MAX_PARTS or not 0 <= part < parts:
-            raise ValueError(
-                f"PackedWriter.part is {part} of {parts}: parts must lie between 1 and {MAX_PARTS}, part between 0 and parts - 1"
-            )
-        self.batches_per_shard = batches_per_shard
-        self.part, self.parts = part, parts
-        self._where = public_url(os.fspath(folder))
+        self.batches_per_shard = require_count("PackedWriter", "batches_per_shard", batches_per_shard, 1)
+        self.parts = require_count("PackedWriter", "parts", parts, 1, MAX_PARTS)
+        self.part = require_count("PackedWriter", "part", part, 0, parts - 1)
+        require_member("PackedWriter", "append", append, bool)
+        self._where = public_url(require_path("PackedWriter", "folder", folder))
         self._folder = open_folder(folder)
         self._lock = self._folder.claim(part)
         self._closed = False
@@ -142,6 +138,7 @@ class PackedWriter:
         """
         if self._closed:
             raise ValueError(f"this writer of {self._where} is closed: make another with append=True to go on")
+        require_member("PackedWriter.write", "batch", batch, PackedBatch)
         self.expect(batch.shape, batch.capacities)
         assert self._index is not None
         parts = batch_parts(batch)

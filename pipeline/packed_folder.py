@@ -44,7 +44,7 @@ def open_folder(folder: str | os.PathLike[str]) -> ShardFolder:
     """The folder of a path or a URL, made where it is a path.
 
     Raises:
-        ValueError: the URL's scheme is refused, unknown, or cannot be written to.
+        ValueError: the URL's scheme is refused, unknown, or cannot be written to; or the folder cannot be made.
     """
     url = os.fspath(folder)
     path = local_path(url)
@@ -60,7 +60,10 @@ class LocalFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        path.mkdir(parents=True, exist_ok=True)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"folder {str(path)!r} cannot be made ({error.strerror}): name another") from error
 
     def read(self, name: str) -> bytes | None:
         """A small file, None where there is none."""

@@ -10,8 +10,8 @@ import logging
 import os
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, cast
 
 from treadle.pipeline.batch import PackedBatch
 from treadle.pipeline.batch_file import batch_from_bytes
@@ -31,7 +31,7 @@ from treadle.pipeline.recycle import Recycler
 from treadle.pipeline.retry import RetryPolicy
 from treadle.pipeline.storage import ByteStream, LocalStream, StorageError, open_stream, public_url
 from treadle.pipeline.tensor_file import PackedError
-from treadle.shape import require_count
+from treadle.shape import require_choice, require_count, require_member, shown
 
 if TYPE_CHECKING:
     from treadle.pipeline.sources import Manifest
@@ -88,12 +88,14 @@ class PackedReader:
             PackedError: the index is malformed.
             StorageError: the index cannot be read.
         """
-        if on_error not in ("raise", "quarantine"):
-            raise ValueError(f'PackedReader.on_error is {on_error!r}: it must be "raise" or "quarantine"')
-        if not 0 <= rank < world_size:
-            raise ValueError(f"PackedReader.rank is {rank}: it must lie between 0 and world_size - 1, {world_size - 1}")
-        require_count("PackedReader", "lanes", lanes, 0)
-        require_count("PackedReader", "epochs", 1 if epochs is None else epochs, 1)
+        require_choice("PackedReader", "on_error", on_error, ("raise", "quarantine"))
+        world_size = require_count("PackedReader", "world_size", world_size, 1)
+        rank = require_count("PackedReader", "rank", rank, 0, world_size - 1)
+        lanes = require_count("PackedReader", "lanes", lanes, 0)
+        epochs = None if epochs is None else require_count("PackedReader", "epochs", epochs, 1)
+        if quarantine is not None and not callable(getattr(quarantine, "record", None)):
+            raise ValueError(f"PackedReader.quarantine is {shown(quarantine)}: it must be a Quarantine, or what records like one, or None")
+        require_member("PackedReader", "retry", retry, RetryPolicy, optional=True)
         self.rank, self.world_size, self.epochs = rank, world_size, epochs
         self.on_error, self.quarantine = on_error, quarantine
         self.counts: Counter[str] = Counter()
@@ -140,6 +142,8 @@ class PackedReader:
                 self.index = _index_of(folder, self._retry)
                 return [f"{folder}/{shard.name}" for shard in self.index.shards]
             urls = base
+        if isinstance(urls, bytes | Mapping) or not isinstance(cast(object, urls), Iterable):
+            raise ValueError(f"PackedReader.urls is {shown(urls)}: it must be a folder, a URL, a pattern, or a list of them")
         from treadle.pipeline.sources import expand_urls
 
         return list(expand_urls(urls))
@@ -228,6 +232,7 @@ class PackedReader:
 
         if isinstance(state, bytes | bytearray | memoryview):
             state = StreamState.from_bytes(state)
+        require_member("PackedReader.load_state", "state", state, StreamState)
         if self.index is None:
             raise ValueError(
                 "no batch of these packed shards carries this stream state: they were given without an index; give their folder"

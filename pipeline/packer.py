@@ -26,10 +26,11 @@ from treadle.pipeline.batch import PackedBatch
 from treadle.pipeline.fill import PlacedBag, TextColumns, fill_batch, joined_relations, late_interaction_use
 from treadle.pipeline.items import StepItems
 from treadle.pipeline.layout import Capacities, LateInteractionCapacities, batch_layout
+from treadle.pipeline.memory import check_memory
 from treadle.pipeline.pending import PendingBag, PendingText, Placed, pack_demand
 from treadle.pipeline.placement import COLUMN_NAMES, Placement, checked, waiting_bags
 from treadle.pipeline.recycle import Recycler
-from treadle.shape import BatchShape, require_count
+from treadle.shape import BatchShape, require_choice, require_count, require_member
 
 MAX_WINDOW = 1024
 
@@ -60,16 +61,18 @@ class Packer:
             options: how `pack` and `add` decode.
 
         Raises:
-            ValueError: a field is out of range.
+            ValueError: an argument is out of range or of another type, or the host has no memory for one batch of such capacities.
         """
-        window = require_count("Packer", "window", window, 1, MAX_WINDOW)
+        require_member("Packer", "shape", shape, BatchShape)
+        require_member("Packer", "options", options, DecodeOptions, optional=True)
+        self.window = require_count("Packer", "window", window, 1, MAX_WINDOW)
+        self.seed = require_count("Packer", "seed", seed, 0, 2**64 - 1)
         self._given, self.shape = shape, shape.resolved()
-        self.window = window
-        self.seed = seed
         self.options = options or DecodeOptions()
         self.capacities = Capacities.of(self.shape, max_edges, late_interaction)
-        self._placement = self._new_placement(window)
         self._layout = batch_layout(self.shape, self.capacities.edges)
+        check_memory(self.shape, self.capacities, self._layout)
+        self._placement = self._new_placement(self.window)
         self._recycler = Recycler(self._layout)
         self._late = 0
         self._dropped = 0
@@ -91,9 +94,11 @@ class Packer:
         or not the earlier one is dropped: where `max_edges` binds, a bag may be left out for edges that are gone in the end.
 
         Raises:
-            ValueError: an item does not suit the shape.
+            ValueError: an item does not suit the shape, or an argument is of another type.
             DecodeError: an item does not decode and `on_error` is "raise"; its `index` says which.
         """
+        require_member("Packer.pack", "items", items, StepItems)
+        require_choice("Packer.pack", "on_error", on_error, ("raise", "drop"))
         payloads = decode_items(items, self.shape, self.options, on_error=on_error)
         labels = np.arange(len(items)) if items.bags is None else items.bags
         _, first, bag_of_label = np.unique(labels, return_index=True, return_inverse=True)
@@ -147,9 +152,11 @@ class Packer:
         """Decodes one bag and puts it at the end of the pool; False where nothing of it could ever be packed.
 
         Raises:
-            ValueError: `bag` names several bags, or an item does not suit the shape.
+            ValueError: `bag` names several bags, an item does not suit the shape, or an argument is of another type.
             DecodeError: an item does not decode and `on_error` is "raise"; its `index` says which.
         """
+        require_member("Packer.add", "bag", bag, StepItems)
+        require_choice("Packer.add", "on_error", on_error, ("raise", "drop"))
         if bag.bags is not None and len(np.unique(bag.bags)) > 1:
             raise ValueError(f"add takes one bag, and bags names {len(np.unique(bag.bags))}: add them one by one, or pack() them as a step")
         return self.add_decoded(decode_bag(bag, self.shape, self.options, on_error=on_error), token)
@@ -159,8 +166,9 @@ class Packer:
 
         Raises:
             ValueError: some bags of the pool carry ids and this one does not, or the other way round; or the bag was made for
-                other slices or choices.
+                other slices or choices; or it is no bag.
         """
+        require_member("Packer.add_decoded", "bag", bag, DecodedBag)
         if bag.made_for is not None:
             self._check_shape(bag.made_for)
         lengths, without_ids = bag.lengths, bag.without_ids

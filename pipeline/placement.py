@@ -62,7 +62,9 @@ class Placement:
         self.batches = 0
         """Batches taken."""
         self.witness_batches = 0
+        """Those of them for which the oldest group went at its witness rows."""
         self.longest_delay = 0
+        """Most batches that a bag has waited so far."""
         self._groups: list[Group] = []
         self._group = 0
         self._serial = 0

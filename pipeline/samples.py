@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from treadle.pipeline.identity import as_group, item_ids, sample_id, shard_key
-from treadle.pipeline.items import Edges, Relations, StepItems
+from treadle.pipeline.items import Relations, StepItems, all_attract
 from treadle.pipeline.relations import MAX_TEMPERATURE_GROUP, Overrides, SampleError, named_edges, parse_relations
 from treadle.pipeline.shards import RawSample
 from treadle.shape import BatchShape, LateInteractionSide, Modality
@@ -57,21 +57,13 @@ class SampleBag:
     where the batch shape makes none."""
 
 
-@lru_cache(maxsize=64)
-def _all_attract(num_items: int) -> Relations:
-    """Every item attracts every other. Shared between samples: building it costs more than the rest of a bag."""
-    if num_items < 2:
-        return Relations()
-    ids = np.tile(np.arange(num_items, dtype=np.uint32), (num_items, 1))[~np.eye(num_items, dtype=bool)]
-    edges = Edges(np.arange(num_items + 1) * (num_items - 1), ids)
-    for column in (edges.offsets, edges.ids, edges.weights):
-        column.setflags(write=False)
-    return Relations(edges)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schema:
-    """Which files of a sample are items, and how they are labelled. Fields go by name without the key (`jpg`, `es.ogg`)."""
+    """Which files of a sample are items, and how they are labelled. Fields go by name without the key (`jpg`, `es.ogg`).
+
+    Raises:
+        ValueError: a field is out of range or of another type; the message names it.
+    """
 
     fields: Sequence[str] | None = None
     """The fields that become items; None takes every one whose extension is known."""
@@ -122,44 +114,13 @@ class Schema:
         del source, shard  # both are in sample_id
         if sample.problem is not None:
             raise SampleError(*sample.problem)
-        if self.required:
-            found = [file.name for file in sample.fields]
-            missing = [name for name in self.required if name not in found]
-            if missing:
-                raise SampleError(
-                    "incomplete", f"it has {', '.join(found) or 'no files'}; Schema.required asks for {', '.join(missing)} too"
-                )
+        self._require_whole(sample)
         left_out: Counter[str] = Counter()
-        names: list[str] = []
-        modalities: list[Modality] = []
-        chosen: list[int] = []
-        group = 0
-        relations_data: bytes | None = None
-        for place, file in enumerate(sample.fields):
-            name = file.name
-            if name == RELATIONS_FIELD:
-                relations_data = file.data
-                continue
-            labels_group = name == self.group_field
-            if labels_group:
-                group = group_of(file.data)
-            if self.fields is not None and name not in self.fields:
-                left_out["not_selected"] += not labels_group
-                continue
-            modality = modality_of(name)
-            if modality is None:
-                left_out["unknown_extension"] += not labels_group
-            elif not shape.is_live(modality):
-                left_out[str(modality)] += 1
-            else:
-                names.append(name)
-                modalities.append(modality)
-                chosen.append(place)
-        overrides = None
-        if relations_data is not None:
-            overrides = parse_relations(relations_data, {file.name for file in sample.fields if file.name != RELATIONS_FIELD})
-            if overrides.group is not None:
-                group = group_of(overrides.group.encode("utf-8", "surrogatepass"))
+        chosen, modalities, group = self._choose(sample, shape, left_out)
+        names = [sample.fields[place].name for place in chosen]
+        overrides = _overrides_of(sample)
+        if overrides is not None and overrides.group is not None:
+            group = group_of(overrides.group.encode("utf-8", "surrogatepass"))
         ids = item_ids(sample_id, len(sample.fields))
         choices, targets = self._choices(names, overrides, shape, left_out)
         items = StepItems(
@@ -181,6 +142,39 @@ class Schema:
             +left_out,
         )
 
+    def _require_whole(self, sample: RawSample) -> None:
+        if not self.required:
+            return
+        found = [file.name for file in sample.fields]
+        missing = [name for name in self.required if name not in found]
+        if missing:
+            raise SampleError("incomplete", f"it has {', '.join(found) or 'no files'}; Schema.required asks for {', '.join(missing)} too")
+
+    def _choose(self, sample: RawSample, shape: BatchShape, left_out: Counter[str]) -> tuple[list[int], list[Modality], int]:
+        """Places of the files that become items, what they hold, and the sample's group by its group field, 0 without; counts the others."""
+        chosen: list[int] = []
+        modalities: list[Modality] = []
+        group = 0
+        for place, file in enumerate(sample.fields):
+            name = file.name
+            if name == RELATIONS_FIELD:
+                continue
+            labels_group = name == self.group_field
+            if labels_group:
+                group = group_of(file.data)
+            if self.fields is not None and name not in self.fields:
+                left_out["not_selected"] += not labels_group
+                continue
+            modality = modality_of(name)
+            if modality is None:
+                left_out["unknown_extension"] += not labels_group
+            elif not shape.is_live(modality):
+                left_out[str(modality)] += 1
+            else:
+                chosen.append(place)
+                modalities.append(modality)
+        return chosen, modalities, group
+
     def _temperature_groups(self, names: list[str], overrides: Overrides | None) -> list[int] | None:
         given = self.temperature_groups if overrides is None else {**self.temperature_groups, **overrides.temperature_groups}
         return [given.get(name, 0) for name in names] if given else None
@@ -192,7 +186,7 @@ class Schema:
     def _relations(self, names: list[str], overrides: Overrides | None) -> Relations:
         count = len(names)
         if overrides is None and self.pairs is None:
-            return _all_attract(count)
+            return all_attract(count)
         places = {name: place for place, name in enumerate(names)}
         if overrides is not None and overrides.attract is not None:
             attract = named_edges(overrides.attract, places, count)
@@ -200,7 +194,7 @@ class Schema:
             both = {pair for one, other in self.pairs for pair in ((one, other), (other, one))}
             attract = named_edges(((one, other, 1.0) for one, other in both), places, count)
         else:
-            attract = _all_attract(count).attract
+            attract = all_attract(count).attract
         if overrides is None:
             return Relations(attract)
         repel = named_edges(overrides.repel or (), places, count)
@@ -225,6 +219,16 @@ class Schema:
                 place = names.index(name)
                 legal[place], targets[place] = given, shares
         return (legal, targets) if any(legal) else (None, None)
+
+
+def _overrides_of(sample: RawSample) -> Overrides | None:
+    """What the last relations file of a sample says; None without one.
+
+    Raises:
+        SampleError: it is malformed.
+    """
+    data = next((file.data for file in reversed(sample.fields) if file.name == RELATIONS_FIELD), None)
+    return None if data is None else parse_relations(data, {file.name for file in sample.fields if file.name != RELATIONS_FIELD})
 
 
 def _listed(where: str, value: object) -> Sequence[Any]:

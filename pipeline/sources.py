@@ -8,13 +8,14 @@ import math
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from hashlib import blake2b
 from typing import Any, Self
 from urllib.parse import urlsplit
 
 from treadle.pipeline.storage import local_path, public_url, scheme_of
+from treadle.shape import settle_numbers, shown
 
 logger = logging.getLogger(__name__)
 
@@ -233,7 +234,11 @@ def _file(path: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Shards that are shuffled together, and their share of a blend."""
+    """Shards that are shuffled together, and their share of a blend.
+
+    Raises:
+        ValueError: a field is out of range or of another type; the message names it.
+    """
 
     urls: str | Sequence[str]
     """A path, a URL, a pattern with globs and `{000..127}` braces, or a list of those."""
@@ -244,10 +249,17 @@ class Source:
     others go on, and it then never ends a lane."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.urls, os.PathLike):
-            object.__setattr__(self, "urls", os.fspath(self.urls))
-        if not isinstance(self.urls, str | ListedUrls):
-            object.__setattr__(self, "urls", tuple(self.urls))
+        given: object = self.urls
+        if isinstance(given, os.PathLike):
+            object.__setattr__(self, "urls", os.fspath(given))
+        elif not isinstance(given, str | ListedUrls):
+            if isinstance(given, bytes | Mapping) or not isinstance(given, Iterable):
+                raise ValueError(f"Source.urls is {shown(given)}: it must be a path, a URL or a pattern, as text, or a list of them")
+            object.__setattr__(self, "urls", tuple(given))
+            strange = next((url for url in list[object](self.urls) if not isinstance(url, str | os.PathLike)), None)
+            if strange is not None:
+                raise ValueError(f"Source.urls holds {shown(strange)}: each must be a path, a URL or a pattern, as text")
+        settle_numbers(self)
         _check_blend(self.weight, self.repeat)
 
     def expanded(self) -> list[str]:

@@ -23,6 +23,7 @@ from safetensors.numpy import load, save
 from treadle.pipeline.order import Cursor, Drawn, Ended, Held, OrderPlan, Ref, Standing
 from treadle.pipeline.pending import NUM_FIELDS
 from treadle.pipeline.sources import Manifest
+from treadle.shape import require_count, shown
 
 FORMAT: Final = 1
 """Version of the columns below."""
@@ -282,8 +283,10 @@ class StreamState:
         """The state that `to_bytes` wrote.
 
         Raises:
-            ValueError: the bytes are no stream state, or one of another version, or one that contradicts itself.
+            ValueError: `data` are no bytes, no stream state, or one of another version, or one that contradicts itself.
         """
+        if not isinstance(data, bytes | bytearray | memoryview):
+            raise ValueError(f"StreamState.from_bytes.data is {shown(data)}: it must be the bytes that to_bytes answered")
         try:
             columns: Columns = dict(load(bytes(data)))
         except SafetensorError as error:
@@ -311,6 +314,8 @@ class StreamState:
         Raises:
             ValueError: the states are of different streams or worlds, or a rank is there twice or missing.
         """
+        if not isinstance(states, Sequence) or not all(isinstance(state, StreamState) for state in list[object](states)):
+            raise ValueError(f"StreamState.merge.states is {shown(states)}: it must be a list of StreamStates, one per rank")
         if not states:
             raise ValueError("StreamState.merge: no states were given: pass one per rank")
         states = sorted(states, key=lambda state: state._ranks)
@@ -359,8 +364,10 @@ class StreamState:
         `l % world_size == rank` and their pending bags, sorted by the key that each had when drawn, whoever drew it.
 
         Raises:
-            ValueError: this state does not hold what that rank needs.
+            ValueError: this state does not hold what that rank needs, or a number is out of range.
         """
+        world_size = require_count("StreamState.deal", "world_size", world_size, 1)
+        rank = require_count("StreamState.deal", "rank", rank, 0, world_size - 1)
         columns = self._built()
         same = world_size == self._world_size
         if same and rank not in self._ranks:

@@ -6,19 +6,21 @@ What is here is what the user holds: the arguments, the manifest, the states. Th
 import dataclasses
 import json
 import logging
+import operator
 import os
+import threading
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, cast
 
 from treadle.decoders import DecodeOptions
 from treadle.pipeline.batch import PackedBatch
 from treadle.pipeline.cache import ShardCache
 from treadle.pipeline.feed import Feed
 from treadle.pipeline.feed_config import FeedConfig, OnStreamError
-from treadle.pipeline.layout import LateInteractionCapacities
+from treadle.pipeline.layout import LATE_INTERACTION_FIELDS, LateInteractionCapacities
 from treadle.pipeline.ledger import Ledger
 from treadle.pipeline.order import OrderPlan, SourcePlan
 from treadle.pipeline.packer import Packer
@@ -27,7 +29,7 @@ from treadle.pipeline.retry import RetryPolicy
 from treadle.pipeline.samples import Schema
 from treadle.pipeline.sources import Manifest, ManifestSource, Source
 from treadle.pipeline.state import StreamState
-from treadle.shape import BatchShape, Modality, require_count
+from treadle.shape import BatchShape, Modality, require_choice, require_count, require_member, require_path, shown
 
 logger = logging.getLogger(__name__)
 
@@ -38,13 +40,6 @@ DEFAULT_OPTIONS: Final = DecodeOptions()
 
 PROCESSES_AFTER_S: Final = 2.0
 """Decoding, in seconds of work, after which derived processes are started: they take half a second to come up."""
-
-_LATE_CAPACITIES: Final = (
-    "max_query_span",
-    "max_query_tokens_per_device",
-    "max_documents_per_device",
-    "max_document_tokens_per_device",
-)
 
 Sources = str | os.PathLike[str] | Source | Sequence[str | os.PathLike[str] | Source]
 
@@ -112,44 +107,36 @@ class ShardStream:
             quarantine_probation: samples read before a share is judged; it is judged at the end of the data, too.
 
         Raises:
-            ValueError: an argument is out of range, or a pattern names no shard.
+            ValueError: an argument is out of range or of another type, or a pattern names no shard.
         """
+        require_member("ShardStream", "shape", shape, BatchShape)
         world_size = require_count("ShardStream", "world_size", world_size, 1)
         rank = require_count("ShardStream", "rank", rank, 0, world_size - 1)
-        lanes = require_count("ShardStream", "lanes", lanes, 0)
-        shuffle = require_count("ShardStream", "shuffle", shuffle, 0)
-        shuffle_bytes = require_count("ShardStream", "shuffle_bytes", shuffle_bytes, 0, 2**63 - 1)
-        seed = require_count("ShardStream", "seed", seed, 0, 2**64 - 1)
-        threads = None if threads is None else require_count("ShardStream", "threads", threads, 1, 4096)
-        processes = None if processes is None else require_count("ShardStream", "processes", processes, 0, 4096)
-        if on_error not in ("quarantine", "raise"):
-            raise ValueError(f'ShardStream.on_error is {on_error!r}: it must be "quarantine" or "raise"')
-        self._arguments: dict[str, Any] = {
+        self._arguments = _checked({
             "seed": seed, "lanes": lanes, "shuffle": shuffle, "shuffle_bytes": shuffle_bytes, "epochs": epochs, "threads": threads,
             "processes": processes, "schema": schema, "options": options, "on_error": on_error, "quarantine": quarantine,
             "window": window, "max_edges": max_edges, "late_interaction": late_interaction, "retry": retry,
             "cache": cache, "max_quarantined": max_quarantined, "quarantine_probation": quarantine_probation,
-        }  # fmt: skip
+        }, shape)  # fmt: skip
         self.shape = shape.resolved()
         self.rank = rank
         self.world_size = world_size
         self._sources = _sources_of(sources)
         self._urls = [source.expanded() for source in self._sources]
-        self._explicit_lanes = lanes
-        self._config = self._configured(lanes or DEFAULT_LANES)
+        self._explicit_lanes: int = self._arguments["lanes"]
+        self._config = self._configured(self._explicit_lanes or DEFAULT_LANES)
         if world_size > self._config.plan.lanes:
             raise ValueError(
-                f"ShardStream.lanes is {lanes}{' (64 are derived)' if not lanes else ''} and world_size is {world_size}: every rank needs "
+                f"ShardStream.lanes is {lanes}{'' if lanes else f' ({DEFAULT_LANES} are derived)'} and world_size is {world_size}: every rank needs "
                 f"a lane of its own; pass lanes={world_size} or a multiple of it"
             )
-        # Refuses a window, or capacities, out of range where they are given, not at the first batch.
-        Packer(self.shape, window=window, max_edges=max_edges, late_interaction=late_interaction)
         _warn_if_uneven(self._config.plan.lanes, world_size)
         self._ledger = Ledger(quarantine if isinstance(quarantine, Quarantine) else Quarantine(quarantine), Counter())
         self._feed: Feed | None = None
         self._loaded: StreamState | None = None
         self._state: StreamState | None = None
         self._failure: Exception | None = None
+        self._one_at_a_time = threading.RLock()
         self._exhausted = False
         self._closed = False
         self._told = False
@@ -186,7 +173,7 @@ class ShardStream:
                 "decode": {name: value for name, value in _plain(options).items() if name != "isolate"},
                 "window": given["window"],
                 "max_edges": given["max_edges"],
-                "late_interaction": None if late is None else {name: getattr(late, name) for name in _LATE_CAPACITIES},
+                "late_interaction": None if late is None else {name: getattr(late, name) for name in LATE_INTERACTION_FIELDS},
             },
         )
         return FeedConfig(
@@ -244,6 +231,7 @@ class ShardStream:
         """
         if isinstance(state, bytes | bytearray | memoryview):
             state = StreamState.from_bytes(state)
+        require_member("ShardStream.load_state", "state", state, StreamState)
         if self._closed:
             raise ValueError("this stream is closed: make another to load a state into")
         lanes = self._explicit_lanes or state.lanes
@@ -263,7 +251,11 @@ class ShardStream:
         self._failure, self._exhausted, self._told = None, False, False
 
     def split(self, number: int, count: int) -> "ShardStream":
-        """The same stream for part `number` of `count` of this rank's lanes: what one of several reading processes owns."""
+        """The same stream for part `number` of `count` of this rank's lanes: what one of several reading processes owns.
+
+        Raises:
+            ValueError: a number is out of range, or the parts of all ranks are more than there are lanes.
+        """
         count = require_count("ShardStream.split", "count", count, 1)
         number = require_count("ShardStream.split", "number", number, 0, count - 1)
         return ShardStream(
@@ -281,6 +273,18 @@ class ShardStream:
         return self
 
     def __next__(self) -> PackedBatch:
+        """The next batch; threads that share the stream get one each, in turn.
+
+        Raises:
+            ValueError: the stream is closed.
+            QuarantineFullError: more was left out than `max_quarantined` allows.
+            NoSamplesError: a whole epoch of an endless stream gave no bag.
+            ShardError, SampleError, DecodeError: under `on_error="raise"`, what cannot be read or decoded.
+        """
+        with self._one_at_a_time:
+            return self._next()
+
+    def _next(self) -> PackedBatch:
         if self._closed:
             raise ValueError("this stream is closed: make another, and load the state of the last batch to go on")
         if self._failure is not None:
@@ -368,6 +372,30 @@ class ShardStream:
         return _rebuilt, (self._sources, self.shape, self.rank, self.world_size, self._arguments, state)
 
 
+def _checked(given: dict[str, Any], shape: BatchShape) -> dict[str, Any]:
+    """The arguments that a stream and its copies share; numpy's numbers become Python's.
+
+    Raises:
+        ValueError: one is out of range or of another type: here, and not at the first batch.
+    """
+    owner = "ShardStream"
+    for name, most in (("seed", 2**64 - 1), ("lanes", 2**31 - 1), ("shuffle", 2**31 - 1), ("shuffle_bytes", 2**63 - 1)):
+        given[name] = require_count(owner, name, given[name], 0, most)
+    for name, least, most in (("epochs", 1, 2**31 - 1), ("threads", 1, 4096), ("processes", 0, 4096)):
+        if given[name] is not None:
+            given[name] = require_count(owner, name, given[name], least, most)
+    require_member(owner, "schema", given["schema"], Schema)
+    require_member(owner, "options", given["options"], DecodeOptions)
+    require_member(owner, "retry", given["retry"], RetryPolicy, optional=True)
+    require_member(owner, "cache", given["cache"], ShardCache, optional=True)
+    require_choice(owner, "on_error", given["on_error"], ("quarantine", "raise"))
+    if given["quarantine"] is not None and not isinstance(given["quarantine"], Quarantine):
+        require_path(owner, "quarantine", given["quarantine"])
+    packer = Packer(shape, window=given["window"], max_edges=given["max_edges"], late_interaction=given["late_interaction"])
+    # The manifest has them as they are given: 0 stays 0.
+    return {**given, "window": packer.window, "max_edges": operator.index(given["max_edges"])}
+
+
 def derived_workers(threads: int | None, processes: int | None, shape: BatchShape) -> dict[str, Any]:
     """What decodes: `threads`, `processes` and `processes_after_s` of a `FeedConfig`, derived where they are None."""
     affinity = getattr(os, "sched_getaffinity", None)
@@ -399,6 +427,12 @@ def _sources_of(sources: Sources) -> list[Source]:
         return [sources]
     if isinstance(sources, str | os.PathLike):
         return [Source(os.fspath(sources))]
+    if isinstance(sources, bytes | Mapping) or not isinstance(cast(object, sources), Iterable):
+        raise ValueError(f"ShardStream.sources is {shown(sources)}: it must be a path, a URL, a pattern, a Source, or a list of them")
+    sources = list(sources)
+    strange = next((source for source in sources if not isinstance(cast(object, source), str | os.PathLike | Source)), None)
+    if strange is not None:
+        raise ValueError(f"ShardStream.sources holds {shown(strange)}: each must be a path, a URL, a pattern or a Source")
     blended = [source for source in sources if isinstance(source, Source)]
     patterns = [os.fspath(source) for source in sources if not isinstance(source, Source)]
     if blended and patterns:

@@ -93,13 +93,13 @@ def parse_header(
             raise TensorHeaderError("corrupt", f"__metadata__ is not a table of strings: {key[:80]!r} is none")
         metadata[key] = value
     entries = sorted((_entry(name, value, item_bytes, max_dimensions) for name, value in table.items()), key=lambda e: (e.begin, e.end))
-    at = 0
+    at, start = 0, 8 + len(text)
     for entry in entries:
         if entry.begin != at:
-            raise TensorHeaderError("corrupt", f"{entry.name[:80]}: starts at byte {entry.begin} of the data, not at {at}")
+            raise TensorHeaderError("corrupt", f"{entry.name[:80]} starts at byte {start + entry.begin} of the file, not at {start + at}")
         at = entry.end
         if at > data_bytes:
-            raise TensorHeaderError("truncated", f"{entry.name[:80]} ends at byte {at} of {data_bytes}")
+            raise TensorHeaderError("truncated", f"{entry.name[:80]} ends at byte {start + at}, the file at {start + data_bytes}")
     if at < data_bytes:
         raise TensorHeaderError("corrupt", f"{data_bytes - at} bytes follow the last tensor")
     return entries, metadata
@@ -137,7 +137,7 @@ def _entry(name: str, value: Any, item_bytes: Mapping[str, int], max_dimensions:
         raise TensorHeaderError("corrupt", f"{name[:80]}: shape {list(shape)} is larger than any file")
     needed = prod(shape) * item_bytes[dtype]
     if end - begin != needed:
-        raise TensorHeaderError("corrupt", f"{name[:80]}: bytes {begin} to {end} do not hold {dtype} of shape {list(shape)}")
+        raise TensorHeaderError("corrupt", f"{name[:80]}: data_offsets {begin} to {end} do not hold {dtype} of shape {list(shape)}")
     return Entry(name, dtype, shape, begin, end)
 
 

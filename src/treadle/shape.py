@@ -1,9 +1,12 @@
-"""Shapes and enumerations: the capacities that everything else is sized by.
+"""Shapes and enumerations: the capacities that everything else is sized by; and the checks that all arguments share.
 
 A field left at zero is derived; `resolved()` returns the shape with nothing left to derive.
 """
 
+import math
 import operator
+import os
+from collections.abc import Collection
 from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 from numbers import Integral, Real
@@ -17,6 +20,12 @@ MAX_TAPE_BYTES = 2**31 - 1
 
 MAX_CHOICES_PER_ITEM = 256
 """A choice is one byte, and the bytes of one item are distinct."""
+
+MAX_NUMBER = 3.4028234e38
+"""Weights, losses and temperatures are fp32: a number beyond its range would be infinite there."""
+
+_MAX_SHOWN = 200
+"""Characters of a refused value that a message shows."""
 
 
 class _NamedEnum(IntEnum):
@@ -45,6 +54,21 @@ class _NamedEnum(IntEnum):
             known = ", ".join(str(m) for m in cls)
             raise ValueError(f"{cls.__name__}: {name!r} is not one of {known}")
         return member
+
+    @classmethod
+    def given(cls, owner: str, name: str, value: object) -> Self:
+        """The member that an argument says: itself, its number or its name.
+
+        Raises:
+            ValueError: it says none.
+        """
+        if isinstance(value, cls):
+            return value
+        try:
+            return cls(cls.parse(value) if isinstance(value, str) else require_count(owner, name, value))
+        except ValueError:
+            known = ", ".join(str(member) for member in cls)
+            raise ValueError(f"{owner}.{name} is {shown(value)}: it must be one of {known}") from None
 
 
 class Modality(_NamedEnum):
@@ -89,6 +113,15 @@ class LateInteractionSide(_NamedEnum):
     QUERY_AND_DOCUMENT = 3
 
 
+def shown(value: object) -> str:
+    """A refused value for a message: on one line, and not at any length."""
+    if isinstance(value, int) and abs(value) > MAX_NUMBER:
+        # Python prints no integer of more than 4,300 digits.
+        return "a number of no use"
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+
+
 def require_count(owner: str, name: str, value: object, least: int = 0, most: int = 2**31 - 1) -> int:
     """Checks an integer argument, numpy's integers too, and answers it as Python's own.
 
@@ -96,26 +129,79 @@ def require_count(owner: str, name: str, value: object, least: int = 0, most: in
         ValueError: `value` is not an integer between `least` and `most`.
     """
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise ValueError(f"{owner}.{name} is {value!r}: it must be an integer from {least} to {most}")
+        raise ValueError(f"{owner}.{name} is {shown(value)}: it must be an integer from {least} to {most}")
     count = operator.index(value)
     if not least <= count <= most:
-        raise ValueError(f"{owner}.{name} is {count}: it must lie between {least} and {most}")
+        raise ValueError(f"{owner}.{name} is {shown(count)}: it must lie between {least} and {most}")
     return count
+
+
+def require_number(owner: str, name: str, value: object, least: float = -MAX_NUMBER, most: float = MAX_NUMBER) -> None:
+    """Checks a real argument.
+
+    Raises:
+        ValueError: `value` is not a finite number between `least` and `most`.
+    """
+    # Compared before it is printed or converted: an integer may have more digits than a float, or than Python prints.
+    number: Any = value
+    if isinstance(value, bool) or not isinstance(value, Real) or number != number or abs(number) == math.inf:
+        raise ValueError(f"{owner}.{name} is {shown(value)}: it must be a finite number")
+    if not least <= number <= most:
+        raise ValueError(f"{owner}.{name} is {shown(value)}: it must lie between {least} and {most}")
+
+
+def require_member(owner: str, name: str, value: object, kind: type, *, optional: bool = False) -> None:
+    """Checks an argument that holds an enumeration, a configuration or another object; with `optional` it may be None.
+
+    Raises:
+        ValueError: `value` is no `kind`.
+    """
+    if isinstance(value, kind) or (optional and value is None):
+        return
+    what = "True or False" if kind is bool else f"{'an' if kind.__name__[0] in 'AEIOU' else 'a'} {kind.__name__}"
+    raise ValueError(f"{owner}.{name} is {shown(value)}: it must be {what}{', or None' if optional else ''}")
+
+
+def require_choice(owner: str, name: str, value: object, choices: Collection[str]) -> None:
+    """Checks an argument that is one of a few words.
+
+    Raises:
+        ValueError: `value` is none of `choices`.
+    """
+    if not isinstance(value, str) or value not in choices:
+        *others, last = [repr(choice) for choice in choices]
+        raise ValueError(f"{owner}.{name} is {shown(value)}: it must be {', '.join(others)} or {last}")
+
+
+def require_path(owner: str, name: str, value: object) -> str:
+    """Checks the path of a file or folder, and answers it as text. A number is none: `open` would take it for an open file's.
+
+    Raises:
+        ValueError: `value` is neither text nor a path, or empty.
+    """
+    path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    if not isinstance(path, str) or not path:
+        raise ValueError(f"{owner}.{name} is {shown(value)}: it must be the path of a file or folder, as text or a Path")
+    return path
 
 
 def settle_numbers(configuration: Any) -> None:
     """Makes Python's own numbers of numpy's in the fields of a frozen configuration: they never overflow and have a JSON form."""
     for entry in fields(configuration):
-        value = getattr(configuration, entry.name)
+        value: object = getattr(configuration, entry.name)
         if isinstance(value, Integral) and not isinstance(value, int):
             object.__setattr__(configuration, entry.name, operator.index(value))
-        elif isinstance(value, Real) and not isinstance(value, Integral | float):
+        elif isinstance(value, Real) and not isinstance(value, Integral):
             object.__setattr__(configuration, entry.name, float(value))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageShape:
-    """The image slice of a batch."""
+    """The image slice of a batch.
+
+    Raises:
+        ValueError: a field is out of range or of another type; the message names it.
+    """
 
     patch_side: int = 0
     """Side of a square patch, pixels; 0 leaves images out."""
@@ -146,7 +232,11 @@ class ImageShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VideoShape:
-    """The video slice of a batch."""
+    """The video slice of a batch.
+
+    Raises:
+        ValueError: a field is out of range or of another type; the message names it.
+    """
 
     patch_side: int = 0
     """Side of a tube's square patch, pixels; 0 leaves video out."""
@@ -188,7 +278,11 @@ class VideoShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AudioShape:
-    """The audio slice of a batch; recordings are mono."""
+    """The audio slice of a batch; recordings are mono.
+
+    Raises:
+        ValueError: a field is out of range or of another type; the message names it.
+    """
 
     chunk_samples: int = 0
     """Samples of one chunk, a token; 0 leaves audio out."""
@@ -217,7 +311,11 @@ class AudioShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchShape:
-    """What one device's step carries at most, whatever the mix of modalities: capacity, fixed at creation."""
+    """What one device's step carries at most, whatever the mix of modalities: capacity, fixed at creation.
+
+    Raises:
+        ValueError: a field is out of range or of another type; the message names it.
+    """
 
     max_rows_per_device: int
     """Rows of a batch."""
@@ -241,8 +339,7 @@ class BatchShape:
         require_count("BatchShape", "max_bags_per_device", self.max_bags_per_device, 0, 2**24)
         require_count("BatchShape", "max_choices_per_item", self.max_choices_per_item, 0, MAX_CHOICES_PER_ITEM)
         for name, kind in (("image", ImageShape), ("video", VideoShape), ("audio", AudioShape)):
-            if not isinstance(getattr(self, name), kind):
-                raise ValueError(f"BatchShape.{name} is {getattr(self, name)!r}: it must be an {kind.__name__}")
+            require_member("BatchShape", name, getattr(self, name), kind)
         if self.max_choices_per_item and self.max_columns_per_row < 3:
             raise ValueError(
                 f"BatchShape.max_columns_per_row is {self.max_columns_per_row}: with choices a row needs at least 3 "
@@ -266,7 +363,11 @@ class BatchShape:
         )
 
     def is_live(self, modality: Modality) -> bool:
-        """Whether items of `modality` take part; text always does."""
+        """Whether items of `modality` take part; text always does.
+
+        Raises:
+            ValueError: `modality` is none.
+        """
         if modality is Modality.TEXT:
             return True
         slices: dict[Modality, ImageShape | VideoShape | AudioShape] = {
@@ -274,7 +375,8 @@ class BatchShape:
             Modality.VIDEO: self.video,
             Modality.AUDIO: self.audio,
         }
-        return slices[modality].live
+        own = slices.get(Modality.given("BatchShape.is_live", "modality", modality))
+        return own is None or own.live
 
     @property
     def positions(self) -> int:
@@ -293,5 +395,10 @@ class BatchShape:
         return self.positions * self.bytes_per_position + slack
 
     def token_capacity(self, *, choices: bool = False) -> int:
-        """Tokens that one item may hold: a row less the prefix, and less the mask position where it offers choices."""
+        """Tokens that one item may hold: a row less the prefix, and less the mask position where it offers choices.
+
+        Raises:
+            ValueError: `choices` is neither True nor False.
+        """
+        require_member("BatchShape.token_capacity", "choices", choices, bool)
         return self.max_columns_per_row - (2 if choices else 1)

@@ -83,6 +83,7 @@ def test_the_best_stays_when_its_step_file_goes(folder: Path) -> None:
     assert checkpoints.offer(at_step(saver, 5), 0.5)
     assert not checkpoints.offer(at_step(saver, 10), 0.5)
     assert not checkpoints.offer(at_step(saver, 10), float("nan"))
+    assert not CheckpointFolder(folder / "other").offer(at_step(saver, 10), float("nan"))
     for step in (10, 15):
         checkpoints.save(at_step(saver, step))
     assert "step-00000005.safetensors" not in names(folder)
@@ -139,7 +140,7 @@ def test_steps_of_nine_digits_are_newer_than_those_of_eight(folder: Path) -> Non
 
 @pytest.mark.parametrize("keep", [0, -1, True])
 def test_one_checkpoint_at_least_is_kept(folder: Path, keep: int) -> None:
-    with pytest.raises(ValueError, match="at least one checkpoint must stay"):
+    with pytest.raises(ValueError, match=f"CheckpointFolder.keep is {keep}: it must .* 1 "):
         CheckpointFolder(folder, keep=keep)
 
 

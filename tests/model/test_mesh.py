@@ -185,7 +185,7 @@ def test_options_are_checked(tmp_path: Path) -> None:
         MeshOptions(host_domain_index=2, host_domain_count=2, directory=tmp_path)
     with pytest.raises(ValueError, match="directory is None"):
         MeshOptions(host_domain_count=2)
-    with pytest.raises(ValueError, match="directory is 3: it must be the path of a folder"):
+    with pytest.raises(ValueError, match="directory is 3: it must be the path of a file or folder"):
         MeshOptions(directory=3)  # type: ignore[arg-type]  # what a user may try
     with pytest.raises(ValueError, match="job is 3: it must be a str"):
         MeshOptions(job=3)  # type: ignore[arg-type]  # what a user may try

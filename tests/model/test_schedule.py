@@ -49,7 +49,7 @@ def test_a_warm_up_of_the_whole_run_ends_at_the_peak() -> None:
 
 
 def test_steps_count_from_one() -> None:
-    with pytest.raises(ValueError, match="step is 0: steps count from 1"):
+    with pytest.raises(ValueError, match=r"learning_rate_at\.step is 0: it must lie between 1 and"):
         Schedule(steps=5).learning_rate_at(0)
 
 

@@ -397,8 +397,8 @@ def test_headers_are_bounded_and_strict() -> None:
         (b'{"a":1}', "a: the header entry is no table"),
         (b'{"a":{"dtype":"F16","shape":[],"data_offsets":[0,0]}}', "a: dtype 'F16' is not one of"),
         (b'{"a":{"dtype":"U8","shape":[-1],"data_offsets":[0,0]}}', "a: shape .* is no list"),
-        (b'{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,3]}}', "a: bytes 0 to 3 do not hold U8 of shape"),
-        (b'{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}', "a ends at byte 4 of 0"),
+        (b'{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,3]}}', "a: data_offsets 0 to 3 do not hold U8 of shape"),
+        (b'{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}', r"a ends at byte \d+, the file at \d+"),
         (b'{"__metadata__":{"a":1}}', "__metadata__ is not a table of strings"),
         (b"{}", "the file holds no treadle.packed_batch"),
     ]:

@@ -353,5 +353,5 @@ def test_parts_are_written_apart_and_joined(tmp_path: Path) -> None:
         PackedWriter(tmp_path, append=True, part=1, parts=3)
     with pytest.raises(ValueError, match=r"holds index\.json, of 2 parts"):
         PackedWriter(tmp_path, append=True, part=2, parts=3)
-    with pytest.raises(ValueError, match=r"PackedWriter\.part is 2 of 2"):
+    with pytest.raises(ValueError, match=r"PackedWriter\.part is 2: it must lie between 0 and 1"):
         PackedWriter(tmp_path, part=2, parts=2)

@@ -1,7 +1,6 @@
 """The strict tar reader: every malformation gets its kind, every valid archive reads as tarfile reads it."""
 
 import io
-import pickle
 import tarfile
 import tracemalloc
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from treadle.pipeline.tar import Block, Member, MemberReader, TarError
-from treadle.pipeline.tar_header import checksum, parse_number, parse_pax, signed_checksum
+from treadle.pipeline.tar_header import checksum, signed_checksum
 
 
 class Forward:
@@ -413,34 +412,6 @@ def test_headers_alone_skip_what_they_can() -> None:
     reader = MemberReader(stream, contents=False, chunk_bytes=4096)
     assert len([member for block in reader.blocks() for member in block.members]) == 10
     assert stream.largest_read == 4096
-
-
-def test_errors_pickle() -> None:
-    error = TarError("bad_size", 512, "detail", "a.txt", True)
-    again = pickle.loads(pickle.dumps(error))
-    assert (again.kind, again.offset, again.detail, again.name, str(again)) == ("bad_size", 512, "detail", "a.txt", str(error))
-
-
-@settings(deadline=None)
-@given(st.binary(min_size=512, max_size=512))
-def test_checksum_is_the_sum_of_the_bytes(block: bytes) -> None:
-    counted = block[:148] + block[156:]
-    assert checksum(block) == sum(counted) + 8 * 32
-    assert signed_checksum(block) == sum(byte - 256 if byte > 127 else byte for byte in counted) + 8 * 32
-
-
-def test_numbers() -> None:
-    assert parse_number(b"0000017 ") == 15
-    assert parse_number(b"       \0") == 0
-    assert parse_number(b"\x80\0\0\0\0\0\1\0") == 256
-    for bad in (b"\xc0\0\0\0\0\0\0\1", b"9       ", b"1 7     ", b"-1      "):
-        with pytest.raises(ValueError):
-            parse_number(bad)
-
-
-def test_pax_records_hold_anything() -> None:
-    # "12 path=a=b\n" counts 12 bytes, "7 k=\n\n\n" counts 7
-    assert parse_pax(b"12 path=a=b\n7 k=\n\n\n") == {b"path": b"a=b", b"k": b"\n\n"}
 
 
 FILE_NAMES = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1, max_size=60).filter(

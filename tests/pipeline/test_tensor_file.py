@@ -44,7 +44,11 @@ ENTRY = '{"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}'
         (container({"a": {"dtype": "U8", "shape": [0, 2**50, 2**50], "data_offsets": [0, 0]}}), "corrupt", "larger than any file"),
         (container({"a": {"dtype": "U8", "shape": [-1], "data_offsets": [0, 0]}}), "corrupt", "no list of"),
         (container({"a": {"dtype": "F64", "shape": [1], "data_offsets": [0, 8]}}), "corrupt", "is not one of"),
-        (container({"a": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}}, b"x"), "truncated", "ends at byte 2 of 1"),
+        (
+            container({"a": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}}, b"x"),
+            "truncated",
+            r"a ends at byte \d+, the file at \d+",
+        ),
         (container({"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}, b"xy"), "corrupt", "follow the last tensor"),
     ],
 )
@@ -52,3 +56,13 @@ def test_refusals(data: bytes, kind: str, detail: str) -> None:
     with pytest.raises(PackedError, match=detail) as caught:
         read_tensors(data)
     assert caught.value.kind == kind
+
+
+def test_places_are_counted_from_the_start_of_the_file() -> None:
+    whole = b"".join(tensor_parts({"a": np.arange(3, dtype=np.int64), "b": np.zeros(5, np.uint8)}, {}))
+    # 24 bytes of `a` and 5 of `b` end the file; one byte of `b` is missing.
+    with pytest.raises(PackedError, match=f"b ends at byte {len(whole)}, the file at {len(whole) - 1}$"):
+        read_tensors(whole[:-1])
+    gap = container({"a": {"dtype": "U8", "shape": [1], "data_offsets": [2, 3]}}, b"xyz")
+    with pytest.raises(PackedError, match=f"a starts at byte {len(gap) - 1} of the file, not at {len(gap) - 3}$"):
+        read_tensors(gap)
