@@ -20,7 +20,24 @@ Head = dict[str, Any]
 
 
 class NoMemoryFile(Exception):
-    """This process can open no more files, so that a body could not be shared; it says nothing about the other end."""
+    """This process can open no more files, or write none of this size, so that a body could not be shared; it says nothing about the
+    other end."""
+
+
+def socket_pair(kind: int = socket.SOCK_STREAM) -> tuple[socket.socket, socket.socket]:
+    """A connected pair. Neither end has the number of a standard stream, which is free where this process runs without: what a child
+    finds under that number is another file."""
+    first, second = socket.socketpair(type=kind)
+    return _above_standard(first), _above_standard(second)
+
+
+def _above_standard(end: socket.socket) -> socket.socket:
+    if end.fileno() > 2:
+        return end
+    import fcntl
+
+    with end:
+        return socket.socket(fileno=fcntl.fcntl(end.fileno(), fcntl.F_DUPFD_CLOEXEC, 3))
 
 
 class Channel:
@@ -57,7 +74,10 @@ class Channel:
         try:
             at = 0
             while at < len(body):
-                at += os.write(shared, body[at : at + (1 << 30)])
+                try:
+                    at += os.write(shared, body[at : at + (1 << 30)])
+                except OSError as error:
+                    raise NoMemoryFile(str(error)) from error
             socket.send_fds(self._connection, [_PREFIX.pack(len(text), len(body), True)], [shared])
         finally:
             os.close(shared)

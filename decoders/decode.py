@@ -4,8 +4,6 @@ from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from typing import Literal
 
-from numpy import ndarray
-
 from treadle.decoders.audio import decode_audio, probe_audio
 from treadle.decoders.errors import DecodeError
 from treadle.decoders.image import decode_picture, probe_image, read_picture
@@ -87,14 +85,15 @@ def _prepare(modality: Modality, data: Buffer, shape: BatchShape, options: Decod
     require_member("decode", "shape", shape, BatchShape)
     require_member("decode", "options", options, DecodeOptions)
     require_choice("decode", "cut", cut, ("tail", "head"))
-    if not isinstance(data, Buffer | ndarray):
-        raise ValueError(f"decode.data is {shown(data)}: it must be the bytes of one item")
+    try:
+        view = memoryview(data)
+    except TypeError:
+        raise ValueError(f"decode.data is {shown(data)}: it must be the bytes of one item") from None
     if not shape.is_live(modality):
         raise ValueError(f"modality is {modality}: the shape has no live {modality} slice (BatchShape.{modality})")
-    view = memoryview(data)
     if view.nbytes == 0:
         raise DecodeError("empty", f"the {modality} has no bytes")
-    view = view.cast("B")
+    view = view.cast("B") if view.c_contiguous else memoryview(view.tobytes())
     if len(view) > options.max_input_bytes:
         raise DecodeError("too_large", f"{len(view)} bytes are above max_input_bytes {options.max_input_bytes}")
     return view, shape.token_capacity(choices=cut == "head"), Deadline(options.max_wall_s)

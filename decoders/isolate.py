@@ -15,7 +15,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -25,7 +24,7 @@ from typing import cast, get_args
 
 import numpy as np
 
-from treadle.decoders.channel import Channel, Head, NoMemoryFile
+from treadle.decoders.channel import Channel, Head, NoMemoryFile, socket_pair
 from treadle.decoders.errors import DecodeError, DecodeErrorKind
 from treadle.decoders.limits import DecodeOptions
 from treadle.decoders.payload import Array, Extent, Payload, Probe
@@ -45,7 +44,7 @@ _PATIENCE_S = 5.0
 """Seconds that a process whose channel is closed may take to end."""
 HEAVY_PIXELS = 1 << 23
 """Pictures from here on go to a worker, whose start and transfer are nothing beside them; smaller ones take half a second at most."""
-_MAIN = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from treadle.decoders.worker import serve; serve(int(sys.argv[2]))"
+_MAIN = "import sys; sys.path[:] = sys.argv[2:]; from treadle.decoders.worker import serve; serve(int(sys.argv[1]))"
 
 AVAILABLE = sys.platform == "linux" and bool(sys.executable)
 """Whether workers can be had here: they need memory that two processes map, and an interpreter to start."""
@@ -58,6 +57,11 @@ _ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": 
 def worker_environment() -> dict[str, str]:
     """What a process that decodes finds in its environment: one thread, and memory kept, unless the user's says otherwise."""
     return {**_ENVIRONMENT, **os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
+def search_path() -> list[str]:
+    """Where this process finds modules, as arguments of another: one each, since a single one may have 128 KiB at most."""
+    return [path for path in sys.path if isinstance(path, str)]
 
 
 def codec_modules(shape: BatchShape) -> list[str]:
@@ -80,11 +84,11 @@ class _Worker:
     """One child process."""
 
     def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
+        ours, theirs = socket_pair()
         with theirs:
             try:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-c", _MAIN, json.dumps([path for path in sys.path if path]), str(theirs.fileno())],
+                    [sys.executable, "-P", "-c", _MAIN, str(theirs.fileno()), *search_path()],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
@@ -279,6 +283,8 @@ def _ask(
         POOL.drop(worker)
         raise
     POOL.give(worker)
+    if "no_memory_file" in answer:
+        raise NoWorker(str(answer["no_memory_file"]))
     if "missing" in answer:
         raise ImportError(answer["missing"])
     if "kind" in answer:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from treadle.decoders.channel import NOTHING, Channel, Head
+from treadle.decoders.channel import NOTHING, Channel, Head, NoMemoryFile
 from treadle.decoders.decode import decode, probe
 from treadle.decoders.errors import DecodeError
 from treadle.decoders.limits import DecodeOptions
@@ -30,11 +30,19 @@ def read_settings(text: str) -> tuple[BatchShape, DecodeOptions]:
     return BatchShape(image=image, video=video, audio=audio, **fields), DecodeOptions(**plain["options"])
 
 
+def stand_apart() -> None:
+    """Leaves to the parent, which ends this process when it wants, what a terminal or a scheduler tells a whole group of processes, and
+    has what the parent may have blocked or ignored: its own alarm, and word of its children's ends."""
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
 def serve(descriptor: int) -> None:
     """Answers messages until the other end is closed."""
-    # The terminal's Ctrl-C is the parent's to handle; it closes the channel.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    stand_apart()
     channel = Channel(socket.socket(fileno=descriptor))
     channel.send({"ready": True})
     while True:
@@ -44,7 +52,10 @@ def serve(descriptor: int) -> None:
             return
         answer, array = _answer(head, body)
         try:
-            channel.send(answer, NOTHING if array is None else array.data)
+            try:
+                channel.send(answer, NOTHING if array is None else array.data)
+            except NoMemoryFile as error:
+                channel.send({"no_memory_file": str(error)})
         except OSError:
             return
 

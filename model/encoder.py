@@ -8,12 +8,12 @@ Suffixes: N contents, M dimensions, S segments, P positions, D hidden, W width o
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal
 
 import numpy as np
 import torch
@@ -31,12 +31,12 @@ from treadle.model.network import Network
 from treadle.pipeline import PackedBatch, Packer, StepItems
 from treadle.pipeline.bag import DecodedBag, decode_bag
 from treadle.pipeline.columns import Tape, content_list
-from treadle.shape import MAX_CHOICES_PER_ITEM, Modality, require_choice, require_count, require_member, require_path, shown
+from treadle.shape import MAX_CHOICES_PER_ITEM, Modality, entries_of, require_choice, require_count, require_member, require_path, shown
 
 Content = bytes | bytearray | memoryview | NDArray[np.uint8] | str
 """One item's bytes; a string is its UTF-8."""
 
-Contents = Sequence[Content] | tuple[bytes | NDArray[np.uint8], ArrayLike]
+Contents = Iterable[Content] | tuple[bytes | NDArray[np.uint8], ArrayLike]
 """Contents in a list, or back to back as a `(data, offsets)` tape."""
 
 OnError = Literal["raise", "nan"]
@@ -263,11 +263,12 @@ def _taken(packer: Packer) -> tuple[PackedBatch, list[int]]:
 def _listed(name: str, contents: Contents) -> list[bytes]:
     if isinstance(contents, bytes | bytearray | memoryview | str):
         raise ValueError(f"{name} is one content: give a list of them, or a (data, offsets) tape")
-    if not isinstance(cast(object, contents), Sequence | np.ndarray):
-        raise ValueError(f"{name} is {shown(contents)}: it must be a list of contents, or a (data, offsets) tape")
     if isinstance(contents, tuple) and len(contents) == 2 and not isinstance(contents[1], bytes | bytearray | memoryview | str):
         tape = content_list(contents, max(0, np.size(contents[1]) - 1), name)
         assert isinstance(tape, Tape)
         return [tape.data[a:b].tobytes() for a, b in pairwise(tape.offsets.tolist())]
-    entries = [c.encode() if isinstance(c, str) else c for c in contents]
+    listed = entries_of(contents)
+    if listed is None:
+        raise ValueError(f"{name} is {shown(contents)}: it must be a list of contents, or a (data, offsets) tape")
+    entries = [c.encode() if isinstance(c, str) else c for c in listed]
     return [bytes(c) for c in content_list(entries, len(entries), name)]

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self, cast
+from typing import Protocol, Self
 
 import torch
 
@@ -161,11 +161,14 @@ class Trainer:
         Raises:
             ValueError, DecodeError, PeerRefusedError: as `step`; or an argument is of another type.
         """
-        if isinstance(stream, str | bytes | Mapping) or not isinstance(cast(object, stream), Iterable):
+        try:
+            batches = None if isinstance(stream, str | bytes | Mapping) else iter(stream)
+        except TypeError:
+            batches = None
+        if batches is None:
             raise ValueError(f"Trainer.fit's stream is {shown(stream)}: it must be a ShardStream, or another iterable of PackedBatch")
         if on_step is not None and not callable(on_step):
             raise ValueError(f"Trainer.fit's on_step is {shown(on_step)}: it must be called with a StepResult, or None")
-        batches = iter(stream)
         last: StepResult | None = None
         stopping = False
         while self.steps_done < self.config.schedule.steps and not (stopping and self.world.size == 1):

@@ -253,7 +253,8 @@ class PackedBatch:
             ValueError: `segment` is no integer.
             IndexError: there is no such segment.
         """
-        segment = require_count("PackedBatch.payload", "segment", segment, -(2**63), 2**63 - 1)
+        if type(segment) is not int:
+            segment = require_count("PackedBatch.payload", "segment", segment, -(2**63), 2**63 - 1)
         if not 0 <= segment < self.segments:
             raise IndexError(f"segment {segment} of a batch of {self.segments}")
         kind = Modality(int(self.modality[segment]))

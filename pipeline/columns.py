@@ -1,12 +1,13 @@
 """Coercion of the columns that users give to arrays of a fixed type, each refusal naming the column and the entry."""
 
 from collections.abc import Iterable, Sequence
+from mmap import mmap
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from treadle.shape import LateInteractionSide, Modality, shown
+from treadle.shape import LateInteractionSide, Modality, entries_of, shown
 
 Content = bytes | bytearray | memoryview
 Scalar = TypeVar("Scalar", bound=np.generic)
@@ -36,6 +37,10 @@ def integer_column(name: str, values: ArrayLike | Iterable[int], dtype: type[Sca
         if not values or (least <= min(values) and max(values) <= most):
             return np.array(values, dtype)
     array: NDArray[Any] = np.asarray(values)
+    if array.ndim == 0 and array.dtype == object:
+        # An iterator, say: one thing to numpy.
+        values = entries_of(values) or values
+        array = np.asarray(values)
     if array.ndim != 1:
         raise ValueError(f"{name} has shape {array.shape}: it must be one-dimensional")
     if array.size == 0:
@@ -163,6 +168,9 @@ def content_list(values: Any, count: int, name: str = "contents") -> list[Conten
         if isinstance(entry, np.ndarray) and entry.dtype == np.uint8 and entry.ndim == 1:
             entries[item] = np.ascontiguousarray(entry).data
             continue
+        if isinstance(entry, mmap):
+            entries[item] = memoryview(entry)
+            continue
         fix = "; encode the text first" if isinstance(entry, str) else ""
         raise ValueError(f"{name}: item {item} is {type(entry).__name__}: it must be bytes{fix}")
     return entries
@@ -207,10 +215,11 @@ def _listed(name: str, values: Any) -> list[Any]:
     Raises:
         ValueError: it has none.
     """
-    # What most columns are goes first: asking the abstract class takes as long as a short column.
-    if type(values) is not list and (not isinstance(values, Iterable) or (isinstance(values, np.ndarray) and not values.ndim)):
-        raise ValueError(f"{name} is {shown(values)}: it must be a list with one entry per item")
-    return list(values)
+    try:
+        entries = iter(values)
+    except TypeError:
+        raise ValueError(f"{name} is {shown(values)}: it must be a list with one entry per item") from None
+    return list(entries)
 
 
 def _is_tape(values: object) -> bool:
@@ -227,7 +236,7 @@ def _offsets_of(name: str, lengths: list[int], count: int) -> NDArray[np.int64]:
 
 def _bytes_array(name: str, data: object) -> NDArray[np.uint8]:
     if isinstance(data, bytes | bytearray | memoryview):
-        return np.frombuffer(data, np.uint8)
+        return np.frombuffer(data if not isinstance(data, memoryview) or data.c_contiguous else data.tobytes(), np.uint8)
     if isinstance(data, list | tuple):
         return integer_column(f"{name} data", data, np.uint8)
     array: NDArray[Any] = np.asarray(data)

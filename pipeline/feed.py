@@ -109,6 +109,10 @@ class Feed:
             self._units.expect(held)
             self._wait_for(share)
 
+    def interrupt(self) -> None:
+        """Ends waits for storage: what is being read fails as told to stop, which is nobody's loss."""
+        self._units.interrupt()
+
     def close(self) -> None:
         """Joins every thread and process, and lets go of every shard; safe to call again."""
         ahead = self.ahead

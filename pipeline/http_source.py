@@ -15,7 +15,7 @@ from urllib.parse import SplitResult, quote, urljoin, urlsplit
 from treadle.pipeline.connections import Connections, Peer, ask, authorization
 from treadle.pipeline.ranges import Reach
 from treadle.pipeline.retry import RetryPolicy, contacts, unreachable
-from treadle.pipeline.storage import Fault, Wait, public_url, retry_after_s
+from treadle.pipeline.storage import SHORTAGE, SHORTAGES, Fault, Wait, public_url, retry_after_s
 
 MAX_REDIRECTS = 8
 READ_THROUGH_BYTES = 256 << 10
@@ -103,7 +103,8 @@ class HttpSource:
                 permanent=True,
             ) from None
         except (OSError, HTTPException) as error:
-            raise Fault(f"{type(error).__name__}: {error}") from None
+            short = isinstance(error, OSError) and error.errno in SHORTAGES
+            raise Fault(f"{type(error).__name__}: {error}", kind=SHORTAGE if short else "unreadable") from None
         except ValueError:
             # The message of the library may show a part of a password.
             raise Fault("the URL, or what the server answered, cannot be made sense of") from None

@@ -64,6 +64,9 @@ class Losses:
             self._quarantine(error, place.url, outcome.key, member, offset, error.kind, error.detail)
 
     def _quarantine(self, error: Exception, url: str, key: str, member: str, offset: int, kind: str, reason: str) -> None:
+        if kind == "closed":
+            # Told to stop, by whoever closes the stream: nothing is wrong with the shard.
+            raise error
         if self._config.on_error == "raise":
             named = "".join(f", {name} {value!r}" for name, value in (("sample", key), ("member", member)) if value)
             error.add_note(f'in shard {public_url(url)}{named}, at byte {offset}; on_error="quarantine" leaves it out and goes on')

@@ -14,6 +14,8 @@ import errno
 import gc
 import json
 import os
+import resource
+import select
 import signal
 import socket
 import struct
@@ -27,11 +29,14 @@ from importlib import import_module
 from itertools import count
 from typing import Final, NoReturn
 
-from treadle.decoders.isolate import worker_environment
+from treadle.decoders.channel import socket_pair
+from treadle.decoders.isolate import search_path, worker_environment
+from treadle.decoders.worker import stand_apart
 from treadle.pipeline import decode_process
 
 PROGRAM: Final = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from treadle.pipeline.nursery import tend; tend(int(sys.argv[2]))"
+    "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); sys.path[:] = sys.argv[2:]; "
+    "from treadle.pipeline.nursery import tend; tend(int(sys.argv[1]))"
 )
 
 START_S: Final = 120.0
@@ -72,6 +77,8 @@ class Forked:
         with self._lock:
             if not self._pid:
                 self._pid, _ = self._nursery.answer(self._ticket)
+                if self._pid < 0:
+                    self._nursery.reaped()
         if self._pid < 0:
             raise OSError(-self._pid, os.strerror(-self._pid))
         return self._pid
@@ -81,11 +88,15 @@ class Forked:
         with self._lock:
             if self.returncode is None and not self._gone:
                 try:
-                    _, status = self._nursery.answer(self._nursery.ask(self.pid))
+                    pid, status = self._nursery.answer(self._nursery.ask(self.pid))
                 except OSError:
                     self._gone = True
                     return None
-                if status != _RUNNING:
+                if pid < 0:
+                    # It has been told before, and an interrupt came between.
+                    self._gone = True
+                    self._nursery.reaped()
+                elif status != _RUNNING:
                     self.returncode = status
                     self._nursery.reaped()
             return self.returncode
@@ -107,22 +118,23 @@ class Forked:
         """Ends it. The number is its own until its end has been asked for; without its nursery it ends as its socket closes."""
         with self._lock:
             if self.poll() is None and not self._gone:
-                with contextlib.suppress(ProcessLookupError):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(self.pid, signal.SIGKILL)
 
 
 class _Nursery:
     """The process that forks, and the socket to it."""
 
-    def __init__(self, command: Sequence[str]) -> None:
-        ours, theirs = socket.socketpair(type=_WHOLE)
+    def __init__(self, command: Sequence[str], arguments: Sequence[str]) -> None:
+        ours, theirs = socket_pair(_WHOLE)
         with theirs:
             try:
                 self._process = subprocess.Popen(
-                    [*command, str(theirs.fileno())],
+                    [*command, str(theirs.fileno()), *arguments],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
+                    stderr=None if _is_open(2) else subprocess.DEVNULL,
                     env=worker_environment(),
                 )
             except OSError:
@@ -133,6 +145,9 @@ class _Nursery:
         self._lock = threading.Lock()
         self._tickets = count(1)
         self._answers: dict[int, tuple[int, int]] = {}
+        self._part = b""
+        self._come = select.poll()
+        self._come.register(ours, select.POLLIN)
         self._children = 0
         self._last = False
 
@@ -153,7 +168,12 @@ class _Nursery:
         ticket = next(self._tickets)
         data = json.dumps([ticket, pid, [*files], [*modules]]).encode().ljust(REQUEST_BYTES)
         with self._lock:
-            socket.send_fds(self._socket, [data], [*files.values()])
+            # Were they left to lie until somebody wants them, there would be no room for more, and it could not go on.
+            while self._come.poll(0):
+                self._receive()
+            sent = socket.send_fds(self._socket, [data], [*files.values()])
+            if sent < len(data):
+                self._socket.sendall(data[sent:])
             self._children += not pid
         return ticket
 
@@ -165,12 +185,23 @@ class _Nursery:
         """
         with self._lock:
             while ticket not in self._answers:
-                data = self._socket.recv(_ANSWER.size)
-                if not data:
-                    raise OSError(errno.ECHILD, "the process that decode processes are forked from has ended")
-                of, pid, status = _ANSWER.unpack(data)
-                self._answers[of] = pid, status
+                self._receive()
             return self._answers.pop(ticket)
+
+    def _receive(self) -> None:
+        """The next answer, or a part of it."""
+        try:
+            data = self._socket.recv(_ANSWER.size - len(self._part))
+        except TimeoutError:
+            # Whoever asks next would wait as long.
+            self._process.kill()
+            raise
+        if not data:
+            raise OSError(errno.ECHILD, "the process that decode processes are forked from has ended")
+        self._part += data
+        if len(self._part) == _ANSWER.size:
+            (of, *answer), self._part = _ANSWER.unpack(self._part), b""
+            self._answers[of] = answer[0], answer[1]
 
     def reaped(self) -> None:
         """One of its processes has ended."""
@@ -210,9 +241,14 @@ class _Home:
         self._lock = threading.Lock()
         self._nursery: _Nursery | None = None
         self._made_for: object = None
+        self.closed = False
+        """Whether this process is about to end."""
 
     def fork(self, files: Mapping[str, int], modules: Sequence[str]) -> Forked:
-        command = [sys.executable, "-P", "-c", PROGRAM, json.dumps([path for path in sys.path if isinstance(path, str)])]
+        if not sys.executable or self.closed:
+            why = "this process is about to end" if self.closed else "sys.executable names no interpreter to start: decode in threads"
+            raise OSError(errno.ENOEXEC, why)
+        command = [sys.executable, "-P", "-c", PROGRAM], search_path()
         # What a program started now would be told or inherit: as it changes, another nursery takes over.
         made_for = command, dict(os.environ), _place()
         with self._lock:
@@ -220,17 +256,20 @@ class _Home:
             if nursery is not None and self._made_for == made_for:
                 try:
                     return nursery.fork(files, modules)
-                except OSError:
+                except OSError as error:
+                    if error.errno in _SHORT:
+                        raise
                     self._nursery = None
                     nursery.close()
             elif nursery is not None:
                 self._nursery = None
                 nursery.retire()
-            self._nursery, self._made_for = _Nursery(command), made_for
+            self._nursery, self._made_for = _Nursery(*command), made_for
             return self._nursery.fork(files, modules)
 
     def close(self) -> None:
         with self._lock:
+            self.closed = True
             nursery, self._nursery = self._nursery, None
         if nursery is not None:
             nursery.close()
@@ -241,6 +280,8 @@ class _Home:
             nursery.forget()
 
 
+_SHORT: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM})
+"""What this process is short of, when another nursery would be no help."""
 _HOME = _Home()
 atexit.register(_HOME.close)
 if hasattr(os, "register_at_fork"):
@@ -259,27 +300,38 @@ def fork_worker(channel: int, memory: int, modules: Sequence[str] = ()) -> Forke
         OSError: there is no process to fork it from.
     """
     # What it has to say it says where this process does now.
-    files = {"channel": channel, "memory": memory, "errors": 2 if _is_open(2) else -1}
+    files = {"channel": channel, "memory": memory, "errors": 2 if sys.__stderr__ is not None and _is_open(2) else -1}
     return _HOME.fork({name: file for name, file in files.items() if file >= 0}, modules)
 
 
+def closing() -> bool:
+    """Whether no process comes any more, because this one is about to end."""
+    return _HOME.closed
+
+
 def tend(descriptor: int) -> None:
-    """Forks a process for each one asked for, and says how those asked about have ended, until the other end is closed."""
-    # An interrupt from the keyboard is for whoever started this process.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Forks a process for each one asked for, and says how those asked about have ended, until the other end is closed; what is left of
+    them then is ended: there is nobody whom it could answer."""
+    stand_apart()
     # What every worker runs.
     import_module("treadle.pipeline.prepare")
-    with socket.socket(fileno=descriptor) as channel:
+    children: set[int] = set()
+    # Killed with an answer unread, the other end resets the connection in place of closing it.
+    with socket.socket(fileno=descriptor) as channel, contextlib.suppress(ConnectionError):
         while True:
-            data, files, _, _ = socket.recv_fds(channel, REQUEST_BYTES, _MOST_FILES)
+            data, received, _, _ = socket.recv_fds(channel, REQUEST_BYTES, _MOST_FILES)
+            while 0 < len(data) < REQUEST_BYTES:
+                more = channel.recv(REQUEST_BYTES - len(data))
+                data = data + more if more else b""
             if not data:
-                return
+                break
             ticket, pid, names, modules = json.loads(data)
             if pid:
-                channel.sendall(_ANSWER.pack(ticket, pid, _status(pid)))
+                channel.sendall(_ANSWER.pack(ticket, *_status(pid, children)))
                 continue
             for module in modules:
-                with contextlib.suppress(ImportError):
+                # What does not load is told of by whoever needs it.
+                with contextlib.suppress(Exception):
                     import_module(module)
             # Pages that no collector writes to are shared by all.
             gc.freeze()
@@ -288,22 +340,33 @@ def tend(descriptor: int) -> None:
             except OSError as error:
                 pid = -(error.errno or errno.EAGAIN)
             if not pid:
-                channel.close()
-                _work(dict(zip(names, files, strict=True)))
-            for file in files:
+                _work(channel, names, received)
+            if pid > 0:
+                children.add(pid)
+            for file in received:
                 os.close(file)
             channel.sendall(_ANSWER.pack(ticket, pid, _RUNNING))
+    for pid in children:
+        # Those that nobody asked about have kept their numbers.
+        os.kill(pid, signal.SIGKILL)
 
 
-def _status(pid: int) -> int:
+def _status(pid: int, children: set[int]) -> tuple[int, int]:
+    if pid not in children:
+        return -errno.ECHILD, _RUNNING
     found, status = os.waitpid(pid, os.WNOHANG)
-    return os.waitstatus_to_exitcode(status) if found else _RUNNING
+    if not found:
+        return pid, _RUNNING
+    children.discard(pid)
+    return pid, os.waitstatus_to_exitcode(status)
 
 
-def _work(files: dict[str, int]) -> NoReturn:
+def _work(channel: socket.socket, names: Sequence[str], received: Sequence[int]) -> NoReturn:
     """All that a forked process does."""
     code = 1
     try:
+        channel.close()
+        files = dict(zip(names, received, strict=True))
         errors = files.pop("errors", None)
         if errors is not None:
             os.dup2(errors, 2)
@@ -318,14 +381,15 @@ def _work(files: dict[str, int]) -> NoReturn:
         os._exit(code)
 
 
-def _place() -> tuple[str, object]:
-    """The current folder, and the processors that may be used."""
+def _place() -> tuple[object, ...]:
+    """The current folder, the processors and the memory that may be used, and whose process this is."""
     folder = ""
     # It may have been removed.
     with contextlib.suppress(OSError):
         folder = os.getcwd()
     affinity = getattr(os, "sched_getaffinity", None)
-    return folder, None if affinity is None else affinity(0)
+    memory = resource.getrlimit(resource.RLIMIT_AS)
+    return folder, None if affinity is None else affinity(0), memory, os.geteuid(), os.getegid()
 
 
 def _is_open(descriptor: int) -> bool:

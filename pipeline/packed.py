@@ -147,10 +147,16 @@ class PackedWriter:
             raise ValueError(f"this batch takes {size} bytes: a shard's reader takes at most {MAX_MEMBER_BYTES} a batch; use fewer rows")
         try:
             self._add(batch, parts, size, len(self._index.shards))
-        except BaseException:
+        except BaseException as error:
+            self._say_where(error)
             # Part of a batch may be written: nothing must follow it.
             self._drop_open()
             raise
+
+    def _say_where(self, error: BaseException) -> None:
+        """Gives an error of the disk, which names no file, the folder that it came up in."""
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+            error.filename = os.path.dirname(self._temporary) or self._where
 
     def _add(self, batch: PackedBatch, parts: Sequence[bytes | memoryview], size: int, number: int) -> None:
         shard = self._open
@@ -203,6 +209,9 @@ class PackedWriter:
         self._closed = True
         try:
             self._finish_shard(complete=complete)
+        except OSError as error:
+            self._say_where(error)
+            raise
         finally:
             self._drop_open()
 

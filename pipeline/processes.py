@@ -26,9 +26,11 @@ from typing import Any, Final, Generic, TypeVar
 import numpy as np
 
 from treadle.decoders import DecodeError
+from treadle.decoders.channel import socket_pair
 from treadle.decoders.isolate import crash_error
 from treadle.pipeline.decode_process import BEGUN, HEADER_BYTES, ITEM, RELEASED, RING_BYTES, STOP, TASK, Lost, Reply, send_whole
-from treadle.pipeline.nursery import fork_worker
+from treadle.pipeline.nursery import closing, fork_worker
+from treadle.pipeline.storage import raise_shortage
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +111,7 @@ class _Worker(Generic[Task, Result]):
     def __init__(
         self,
         number: int,
+        starts: int,
         work: bytes,
         modules: Sequence[str],
         queue: _Queue[Task, Result],
@@ -116,6 +119,8 @@ class _Worker(Generic[Task, Result]):
         died: Callable[["_Worker[Task, Result]", Sequence[_Chunk[Task, Result]]], None],
     ) -> None:
         self.number = number
+        self.starts = starts
+        """Starts before this one, one after the other, that came to nothing."""
         self._queue = queue
         self._prepared = prepared
         self._died = died
@@ -123,7 +128,9 @@ class _Worker(Generic[Task, Result]):
         self._under_way: deque[_Chunk[Task, Result]] = deque()
         self._lock = threading.Lock()
         self._ended = False
-        ours, theirs = socket.socketpair()
+        self._failure: Exception | None = None
+        """Why what goes over the socket can no longer be told apart."""
+        ours, theirs = socket_pair()
         memory = _memory()
         try:
             self._ring = mmap.mmap(memory, HEADER_BYTES + RING_BYTES) if memory >= 0 else None
@@ -142,8 +149,16 @@ class _Worker(Generic[Task, Result]):
         self._connection: Connection[Any, Any] = Connection(os.dup(ours.fileno()))
         self._sender = threading.Thread(target=self._send, args=(work,), name=f"treadle-decode-send-{number}", daemon=True)
         self._receiver = threading.Thread(target=self._receive, name=f"treadle-decode-receive-{number}", daemon=True)
-        self._sender.start()
-        self._receiver.start()
+        try:
+            self._sender.start()
+            self._receiver.start()
+        except BaseException:
+            self.stop()
+            queue.wake()
+            # One that runs may want what is locked around this.
+            if self._receiver.ident is None:
+                self.let_go()
+            raise
 
     @property
     def pid(self) -> int:
@@ -185,29 +200,46 @@ class _Worker(Generic[Task, Result]):
         except OSError:
             # The receiver meets the end of the process too, and sees to what was under way.
             return
+        except Exception as error:  # memory, most likely
+            self._fail(error)
 
     def _receive(self) -> None:
         while True:
             try:
                 reply: Reply = pickle.loads(self._connection.recv_bytes())
+                done, data, spans, end, worked_s = reply
+                arrays = (
+                    [np.frombuffer(self._ring, np.uint8, size, offset).copy() for offset, size in spans] if self._ring is not None else []
+                )
+                result = pickle.loads(data, buffers=arrays)
             except (EOFError, OSError):
                 break
-            done, data, spans, end, worked_s = reply
-            arrays = [np.frombuffer(self._ring, np.uint8, size, offset).copy() for offset, size in spans] if self._ring is not None else []
+            except Exception as error:  # memory, most likely
+                self._fail(error)
+                break
             if self._header is not None:
                 self._header[RELEASED] = end
             with self._lock:
                 chunk = self._under_way.popleft()
             if done:
-                chunk.future.set_result((pickle.loads(data, buffers=arrays), worked_s))
+                chunk.future.set_result((result, worked_s))
             else:
-                chunk.future.set_exception(pickle.loads(data))
+                chunk.future.set_exception(result)
             self._room.release()
         with self._lock:
             self._ended = True
             left = list(self._under_way)
             self._under_way.clear()
+        if self._failure is not None:
+            for chunk in left:
+                chunk.future.set_exception(self._failure)
+            left = []
         self._died(self, left)
+
+    def _fail(self, error: Exception) -> None:
+        """Ends a process with which something went wrong here."""
+        self._failure = error
+        self.tell()
 
     def at(self) -> tuple[int, int] | None:
         """Task and item, within the first chunk under way, that the process ended in; None outside of any."""
@@ -224,15 +256,19 @@ class _Worker(Generic[Task, Result]):
             self._process.wait()
             return None
 
-    def stop(self) -> None:
-        """Ends the process: there is nothing in it that anyone still wants."""
+    def tell(self) -> None:
+        """Tells the process to end, and waits for nothing: without the nursery it cannot be killed."""
         with self._lock:
             self._ended = True
             if self._header is not None:
                 self._header[STOP] = 1
-        # Without the nursery it cannot be killed, and this tells it to end.
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
+        self._room.release()
+
+    def stop(self) -> None:
+        """Ends the process: there is nothing in it that anyone still wants."""
+        self.tell()
         self._process.kill()
         self._process.wait()
 
@@ -241,7 +277,7 @@ class _Worker(Generic[Task, Result]):
         self._room.release()
         self._queue.wake()
         for thread in (self._sender, self._receiver):
-            if thread is not threading.current_thread():
+            if thread.ident is not None and thread is not threading.current_thread():
                 thread.join()
         with self._lock:
             self._connection.close()
@@ -273,15 +309,18 @@ class Processes(Generic[Task, Result]):
         self._modules: Sequence[str] = getattr(work, "modules", ())
         self._lock = threading.Lock()
         self._closing = self._broken = False
-        self._false_starts = 0
         self._workers: set[_Worker[Task, Result]] = set()
-        for number in range(count):
-            self._start(number)
+        try:
+            for number in range(count):
+                self._start(number)
+        except BaseException:
+            self.shutdown()
+            raise
 
-    def _start(self, number: int) -> None:
+    def _start(self, number: int, starts: int = 0) -> None:
         with self._lock:
             if not self._closing:
-                self._workers.add(_Worker[Task, Result](number, self._data, self._modules, self._queue, self._prepared, self._died))
+                self._workers.add(_Worker[Task, Result](number, starts, self._data, self._modules, self._queue, self._prepared, self._died))
 
     @property
     def pids(self) -> list[int]:
@@ -291,13 +330,13 @@ class Processes(Generic[Task, Result]):
 
     def _died(self, worker: _Worker[Task, Result], left: Sequence[_Chunk[Task, Result]]) -> None:
         """A worker ended: another takes its place, and what it had begins again. Runs in the worker's receiver thread."""
-        if self._closing:
+        if self._closing or closing():
             self._fail(left)
             return
         status, at = worker.status(), worker.at()
-        with self._lock:
-            self._false_starts = 0 if worker.begun else self._false_starts + 1
-            self._broken = self._broken or self._false_starts >= MAX_DEATHS
+        # One after the other: whatever ends all at once, a nursery that is killed, counts once.
+        starts = 0 if worker.begun else worker.starts + 1
+        self._broken = self._broken or starts >= MAX_DEATHS
         again = list(left)
         if left and worker.begun:
             first = left[0]
@@ -313,8 +352,8 @@ class Processes(Generic[Task, Result]):
             self._queue.put(chunk, first=True)
         if not self._broken:
             try:
-                self._start(worker.number)
-            except OSError as error:
+                self._start(worker.number, starts)
+            except (OSError, RuntimeError) as error:  # no process, or no thread
                 logger.warning("no process to decode in takes the place of one that ended: %s", error)
                 self._broken = True
         if self._broken:
@@ -346,6 +385,9 @@ class Processes(Generic[Task, Result]):
             self._closing = True
             workers = list(self._workers)
         for worker in workers:
+            worker.tell()
+        self._queue.wake()
+        for worker in workers:
             worker.stop()
         for worker in workers:
             worker.let_go()
@@ -353,10 +395,18 @@ class Processes(Generic[Task, Result]):
 
 
 def _memory() -> int:
-    """A file in memory that both processes map; -1 where the system has none, and results then go over the socket."""
+    """A file in memory that both processes map; -1 where there can be none, and results then go over the socket."""
     create = getattr(os, "memfd_create", None)
     if create is None:
         return -1
-    memory: int = create("treadle-decode")
-    os.ftruncate(memory, HEADER_BYTES + RING_BYTES)
+    memory = -1
+    try:
+        memory = int(create("treadle-decode"))
+        os.ftruncate(memory, HEADER_BYTES + RING_BYTES)
+    except OSError as error:
+        if memory >= 0:
+            os.close(memory)
+        raise_shortage(error)
+        # Files may be limited in size, or a sandbox may lack the call.
+        return -1
     return memory

@@ -9,6 +9,7 @@ which order, does not depend on timing.
                 pop
 """
 
+import os
 import threading
 import time
 from collections import deque
@@ -98,6 +99,7 @@ class Readahead(Generic[Context, Task, Result]):
         self._queue: deque[tuple[Context, _Chunk[Task, Result] | None, int, Result | None]] = deque()
         self._open: _Chunk[Task, Result] | None = None
         self._closed = False
+        self._process = os.getpid()
         self.in_flight_bytes = 0
         """Bytes charged for what is queued."""
         self.peak_bytes = 0
@@ -160,8 +162,7 @@ class Readahead(Generic[Context, Task, Result]):
 
     def submit(self, context: Context, task: Task, charge_bytes: int, input_bytes: int = AWAY_CHUNK_BYTES) -> None:
         """Queues a task; `context` comes out with its result, and never leaves this process."""
-        if self._closed:
-            raise RuntimeError("this readahead is closed")
+        self._open_here()
         self._charge(charge_bytes)
         chunk = self._open
         if chunk is None:
@@ -172,6 +173,15 @@ class Readahead(Generic[Context, Task, Result]):
         self._queue.append((context, chunk, len(chunk.tasks) - 1, None))
         if len(chunk.tasks) >= CHUNK_TASKS or chunk.bytes >= (AWAY_CHUNK_BYTES if chunk.away else CHUNK_BYTES):
             self._start(chunk)
+
+    def _open_here(self) -> None:
+        if self._closed:
+            raise RuntimeError("this readahead is closed")
+        self._stay()
+
+    def _stay(self) -> None:
+        if os.getpid() != self._process:
+            raise RuntimeError("a stream that had begun does not go on in a forked process: make one there, or iterate it there first")
 
     def _start(self, chunk: _Chunk[Task, Result]) -> None:
         chunk.future = self._submitted(chunk.away, chunk.tasks)
@@ -199,8 +209,7 @@ class Readahead(Generic[Context, Task, Result]):
 
     def apart(self, task: Task) -> Future[tuple[list[Result], float]]:
         """Begins a task that stands in no queue, and is charged nothing; `waited` has its result."""
-        if self._closed:
-            raise RuntimeError("this readahead is closed")
+        self._open_here()
         return self._submitted(self._away is not None or not self._threads_first, [task])
 
     def waited(self, future: Future[tuple[list[Result], float]]) -> Result:
@@ -226,6 +235,7 @@ class Readahead(Generic[Context, Task, Result]):
             RuntimeError: worker processes ended again and again, and not for an item.
             Exception: whatever `work` raised.
         """
+        self._stay()
         context, chunk, place, result = self._queue.popleft()
         if chunk is None:
             with self._lock:
@@ -262,6 +272,9 @@ class Readahead(Generic[Context, Task, Result]):
         self.in_flight_bytes = 0
         threaded, self._threaded = self._threaded, None
         away, self._away = self._away, None
+        if os.getpid() != self._process:
+            # The workers are the parent's, which still talks to them.
+            return
         if away is not None:
             away.shutdown()
         if threaded is not None:

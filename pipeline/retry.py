@@ -14,6 +14,9 @@ from treadle.shape import require_count, settle_numbers
 _JITTER = random.Random()
 """Of our own, so that a retry never moves the random numbers of a user."""
 
+_PAUSE_S: Final = 60.0
+"""A server that nobody has tried for so long, s, is tried as if for the first time."""
+
 _NO_WAY: Final = frozenset({errno.ECONNREFUSED, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EHOSTDOWN})
 
 
@@ -25,8 +28,9 @@ class RetryPolicy:
         ValueError: a field is out of range or of another type; the message names it.
     """
 
-    attempts: int = 8
-    """Faults in a row, without a byte between them, after which a stream is given up."""
+    attempts: int = 10
+    """Faults in a row, without a byte between them, after which a stream is given up: with the waits below, three quarters of a minute of them at
+    the least, in which a server restarts."""
     budget: int = 64
     """Faults of one stream in all after which it is given up."""
     base_delay_s: float = 0.25
@@ -65,7 +69,8 @@ class Contacts:
 
     def __init__(self) -> None:
         self._answered: set[Hashable] = set()
-        self._begun_s: dict[Hashable, float] = {}
+        self._tried_s: dict[Hashable, tuple[float, float]] = {}
+        """When those that have not were tried first and last."""
         self._lock = threading.Lock()
 
     def answered(self, server: Hashable) -> None:
@@ -73,13 +78,19 @@ class Contacts:
         if server not in self._answered:
             with self._lock:
                 self._answered.add(server)
-                self._begun_s.pop(server, None)
+                self._tried_s.pop(server, None)
 
     def tried_s(self, server: Hashable) -> float | None:
-        """Called when `server` could not be reached: the time since that was so first, s; None where it has answered before."""
+        """Called when `server` could not be reached: the time since that was so first, s, in a row without long pauses; None where it has
+        answered before."""
         with self._lock:
             now_s = time.monotonic()
-            return None if server in self._answered else now_s - self._begun_s.setdefault(server, now_s)
+            if server in self._answered:
+                return None
+            first_s, last_s = self._tried_s.get(server, (now_s, now_s))
+            first_s = first_s if now_s - last_s < _PAUSE_S else now_s
+            self._tried_s[server] = first_s, now_s
+            return now_s - first_s
 
 
 contacts: Final = Contacts()

@@ -26,7 +26,7 @@ from treadle.pipeline.retry import RetryPolicy
 from treadle.pipeline.sample_table import BoundedStream, SampleTable, local_table
 from treadle.pipeline.shard_counts import ShardCounts
 from treadle.pipeline.spool import Spools, SpoolStream
-from treadle.pipeline.storage import ByteStream, LocalStream, RemoteStream, StorageError, local_path, open_stream
+from treadle.pipeline.storage import SHORTAGES, ByteStream, LocalStream, RemoteStream, StorageError, local_path, open_stream
 from treadle.pipeline.sub_lane import Held
 from treadle.pipeline.tar import CHUNK_BYTES, MAX_MEMBER_BYTES, MemberReader, TarError
 from treadle.pipeline.tar_header import BLOCK_BYTES, TAR_KINDS, is_header
@@ -302,6 +302,8 @@ class Shard:
             table = local_table(path, index, offset)
             stream = LocalStream(self.url, path)
         except OSError as error:
+            if error.errno in SHORTAGES:
+                raise
             raise ShardError("not_found" if isinstance(error, FileNotFoundError) else "unreadable", offset, str(error)) from None
         except StorageError as error:
             raise ShardError(error.kind, offset, error.detail) from None

@@ -11,7 +11,7 @@ A rank's state holds its own lanes; merged, the states of all ranks hold every l
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, chain
 from typing import Any, Final, NamedTuple, Self
 
@@ -23,7 +23,7 @@ from safetensors.numpy import load, save
 from treadle.pipeline.order import Cursor, Drawn, Ended, Held, OrderPlan, Ref, Standing
 from treadle.pipeline.pending import NUM_FIELDS
 from treadle.pipeline.sources import Manifest
-from treadle.shape import require_count, shown
+from treadle.shape import entries_of, require_count, shown
 
 FORMAT: Final = 1
 """Version of the columns below."""
@@ -285,10 +285,12 @@ class StreamState:
         Raises:
             ValueError: `data` are no bytes, no stream state, or one of another version, or one that contradicts itself.
         """
-        if not isinstance(data, bytes | bytearray | memoryview):
-            raise ValueError(f"StreamState.from_bytes.data is {shown(data)}: it must be the bytes that to_bytes answered")
         try:
-            columns: Columns = dict(load(bytes(data)))
+            data = bytes(memoryview(data))
+        except TypeError:
+            raise ValueError(f"StreamState.from_bytes.data is {shown(data)}: it must be the bytes that to_bytes answered") from None
+        try:
+            columns: Columns = dict(load(data))
         except SafetensorError as error:
             raise ValueError(f"stream state: these {len(data)} bytes are not a safetensors file: {error}") from error
         version = columns.pop("format", None)
@@ -308,17 +310,18 @@ class StreamState:
         return cls(text, int(version[1]), tuple(columns["rank"].tolist()), columns)
 
     @classmethod
-    def merge(cls, states: Sequence["StreamState"]) -> "StreamState":
+    def merge(cls, states: Iterable["StreamState"]) -> "StreamState":
         """The states of all ranks as one, which can be dealt to any number of ranks; their order does not matter.
 
         Raises:
             ValueError: the states are of different streams or worlds, or a rank is there twice or missing.
         """
-        if not isinstance(states, Sequence) or not all(isinstance(state, StreamState) for state in list[object](states)):
+        given = entries_of(states)
+        if given is None or not all(isinstance(state, StreamState) for state in given):
             raise ValueError(f"StreamState.merge.states is {shown(states)}: it must be a list of StreamStates, one per rank")
-        if not states:
+        if not given:
             raise ValueError("StreamState.merge: no states were given: pass one per rank")
-        states = sorted(states, key=lambda state: state._ranks)
+        states = sorted(given, key=lambda state: state._ranks)
         first = states[0]
         for state in states:
             if state._manifest != first._manifest:

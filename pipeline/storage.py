@@ -6,6 +6,7 @@ and no credential shows in a message.
 """
 
 import email.utils
+import errno
 import logging
 import os
 import re
@@ -15,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from stat import S_ISREG
 from types import TracebackType
-from typing import TYPE_CHECKING, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, ClassVar, Final, Protocol, Self
 from urllib.parse import parse_qsl, quote, unquote, urlsplit, urlunsplit
 
 from treadle.pipeline.retry import RetryPolicy
@@ -38,6 +39,22 @@ _SECRET = re.compile(
 )
 # Schemes are short; without a bound a long word would be searched again from each of its letters.
 _URL_IN_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]{0,30}://[^\s'\"<>|\\]+")
+
+
+SHORTAGES: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+"""What a machine or a process runs out of: no shard's fault, so that none is left out for it."""
+
+SHORTAGE: Final = "shortage"
+"""The kind of a fault that is one; `StorageError`s are of other kinds."""
+
+
+_SHORTAGE_HELP: Final = "raise the limit (of files: ulimit -n), or read fewer shards at a time (ShardStream.lanes)"
+
+
+def raise_shortage(error: OSError) -> None:
+    """Raises an OSError that says what helps, where `error` is a shortage."""
+    if error.errno in SHORTAGES:
+        raise OSError(error.errno, f"{os.strerror(error.errno or 0)}: {_SHORTAGE_HELP}") from error
 
 
 class StorageError(Exception):
@@ -202,6 +219,7 @@ class LocalStream(ByteStream):
 
     def __init__(self, url: str, path: str, offset: int = 0) -> None:
         super().__init__(url, offset)
+        self._file = -1
         try:
             # Without O_NONBLOCK, opening a fifo waits for a writer for ever.
             self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -212,6 +230,7 @@ class LocalStream(ByteStream):
         except PermissionError as error:
             raise StorageError("forbidden", offset, str(error)) from None
         except OSError as error:
+            raise_shortage(error)
             raise StorageError("unreadable", offset, str(error)) from None
         if not S_ISREG(found.st_mode):
             self.close()
@@ -234,6 +253,7 @@ class LocalStream(ByteStream):
                     break
                 data += piece
         except OSError as error:
+            raise_shortage(error)
             raise StorageError("unreadable", self.position, str(error)) from None
         self.position += len(data)
         return data
@@ -251,6 +271,8 @@ class LocalStream(ByteStream):
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+
+    __del__ = close  # one that a table of samples holds is nobody's to close
 
 
 class RangeSource(Protocol):
@@ -357,6 +379,8 @@ class RemoteStream(ByteStream):
                 if fault.permanent:
                     self._broken = StorageError(fault.kind, self.position, detail)
                 elif self._failures >= policy.attempts or self.faults >= policy.budget:
+                    if fault.kind == SHORTAGE:
+                        raise OSError(f"{public_url(self.url)}: {detail}; given up after {self.faults} faults: {_SHORTAGE_HELP}") from fault
                     self._broken = StorageError(fault.kind, self.position, f"{detail}; given up after {self.faults} faults")
                 elif left_s is not None and left_s <= 0 and self._failures > 1:
                     why = f"nothing there has ever answered, and RetryPolicy.first_contact_s is {policy.first_contact_s:g}"

@@ -8,6 +8,7 @@ import json
 import logging
 import operator
 import os
+import sys
 import threading
 import warnings
 from collections import Counter
@@ -40,6 +41,8 @@ DEFAULT_OPTIONS: Final = DecodeOptions()
 
 PROCESSES_AFTER_S: Final = 2.0
 """Decoding, in seconds of work, after which derived processes are started: they take half a second to come up."""
+
+_CLOSED: Final = "this stream is closed: make another, and load the state of the last batch to go on"
 
 Sources = str | os.PathLike[str] | Source | Sequence[str | os.PathLike[str] | Source]
 
@@ -137,6 +140,7 @@ class ShardStream:
         self._state: StreamState | None = None
         self._failure: Exception | None = None
         self._one_at_a_time = threading.RLock()
+        self._reading = False
         self._exhausted = False
         self._closed = False
         self._told = False
@@ -267,6 +271,9 @@ class ShardStream:
             # After an interrupt (Ctrl-C in a notebook) it goes on behind the last batch handed out.
             last = self._loaded if self._state is None else self._state
             self._feed = Feed(self._config, self._ledger, None if last is None else last.deal(self.rank, self.world_size))
+            if self._state is None:
+                # Where it ends without one batch it stands where it began, whether or not anybody asked before.
+                self._state = self._feed.state()
         return self._feed
 
     def __iter__(self) -> Self:
@@ -282,11 +289,17 @@ class ShardStream:
             ShardError, SampleError, DecodeError: under `on_error="raise"`, what cannot be read or decoded.
         """
         with self._one_at_a_time:
-            return self._next()
+            self._reading = True
+            try:
+                return self._next()
+            finally:
+                self._reading = False
+                if self._closed:
+                    self._shut()
 
     def _next(self) -> PackedBatch:
         if self._closed:
-            raise ValueError("this stream is closed: make another, and load the state of the last batch to go on")
+            raise ValueError(_CLOSED)
         if self._failure is not None:
             raise self._failure
         if self._exhausted:
@@ -296,12 +309,15 @@ class ShardStream:
         except BaseException as error:
             self._stop()
             if isinstance(error, Exception):
+                if self._closed:
+                    raise ValueError(_CLOSED) from None
                 self._failure = error
             raise
+        if self._closed:
+            # What came of reading that was told to stop in the midst counts for nothing.
+            raise ValueError(_CLOSED)
         if batch is None:
             self._exhausted = True
-            # No batch has left since a state was loaded, or ever: the position is known to the feed alone.
-            self._state = self.state
             self._stop()
             self._tell_end("end of the data")
             try:
@@ -336,8 +352,7 @@ class ShardStream:
         `in_flight_bytes` are held now between the draw and the packer, `peak_bytes` at most; of `pack`, `unfit_bags` are samples whose
         items, `unfit_items` in all, can fit no batch of the shape.
         """
-        feed = self._feed
-        if feed is not None:
+        if (feed := self._feed) is not None:
             feed.settle()
         return self._ledger.stats(feed.ahead.workers if feed else 0, feed.ahead.in_flight_bytes if feed else 0)
 
@@ -347,8 +362,23 @@ class ShardStream:
             feed.close()
 
     def close(self) -> None:
-        """Joins every thread and process, sums up what was left out and closes the quarantine log; safe to call again."""
+        """Joins every thread and process, sums up what was left out and closes the quarantine log; safe to call again.
+
+        Whoever waits for a batch meanwhile, another thread or what a signal interrupts, gets the `ValueError` of a closed stream.
+        """
         self._closed = True
+        if (feed := self._feed) is not None:
+            feed.interrupt()
+        # A daemon thread that reads as the interpreter ends never lets go.
+        if not self._one_at_a_time.acquire(blocking=not sys.is_finalizing()):
+            return
+        try:
+            if not self._reading:
+                self._shut()
+        finally:
+            self._one_at_a_time.release()
+
+    def _shut(self) -> None:
         self._stop()
         if self._ledger.batches:
             self._tell_end("closed before the end of the data")
@@ -407,7 +437,7 @@ def derived_workers(threads: int | None, processes: int | None, shape: BatchShap
     if processes is None:
         # Decoders that go through FFmpeg need a process of their own anyhow (`options.isolate`); this saves them the way to another.
         slow = shape.is_live(Modality.AUDIO) or shape.is_live(Modality.VIDEO)
-        processes = share if threads is None and slow and share > 1 else 0
+        processes = share if threads is None and slow and share > 1 and sys.executable else 0
         after_s = PROCESSES_AFTER_S
     return {"threads": threads or share, "processes": processes, "processes_after_s": after_s}
 

@@ -9,7 +9,7 @@ Each worker owns a share of the rank's lanes, as if it were a rank of its own: w
         checkpoint["data"] = stream.state_dict()
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from treadle.pipeline.batch import PackedBatch
 from treadle.pipeline.state import StreamState
 from treadle.pipeline.stream import ShardStream
-from treadle.shape import require_count, require_member, shown
+from treadle.shape import entries_of, require_count, require_member, shown
 
 if TYPE_CHECKING:
     Batches = IterableDataset[PackedBatch]
@@ -198,17 +198,18 @@ class TorchStream(Batches):
         self._made.zero_()
 
     @staticmethod
-    def merge(state_dicts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def merge(state_dicts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         """The state_dicts of all ranks as one, to be loaded by any number of ranks and workers.
 
         Raises:
             ValueError: a reader's state is there twice or missing, or one is no state_dict.
         """
-        if not isinstance(state_dicts, Sequence) or not all(isinstance(each, Mapping) and {*_KEYS} <= each.keys() for each in state_dicts):
+        given = entries_of(state_dicts)
+        if given is None or not all(isinstance(each, Mapping) and {*_KEYS} <= each.keys() for each in given):
             raise ValueError(f"TorchStream.merge.state_dicts is {shown(state_dicts)}: it must be a list of what state_dict answered")
-        if any(each["merged"] is not None for each in state_dicts):
+        if any(each["merged"] is not None for each in given):
             raise ValueError(
                 "TorchStream.merge: a reader has not handed out a batch since a merged state was loaded: merge after its first one"
             )
-        states = [StreamState.from_bytes(data) for each in state_dicts for data in each["states"].values()]
+        states = [StreamState.from_bytes(data) for each in given for data in each["states"].values()]
         return {"states": {}, "merged": StreamState.merge(states).to_bytes(), "readers": 1, "next_reader": 0}

@@ -6,7 +6,7 @@ A field left at zero is derived; `resolved()` returns the shape with nothing lef
 import math
 import operator
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 from numbers import Integral, Real
@@ -122,15 +122,21 @@ def shown(value: object) -> str:
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
+def plain_number(value: Any) -> Any:
+    """Python's own number for one of numpy's or torch's, an array of no dimensions too; any other value as it is."""
+    return value.item() if type(value) is not int and getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
+
+
 def require_count(owner: str, name: str, value: object, least: int = 0, most: int = 2**31 - 1) -> int:
-    """Checks an integer argument, numpy's integers too, and answers it as Python's own.
+    """Checks an integer argument, numpy's and torch's too, and answers it as Python's own.
 
     Raises:
         ValueError: `value` is not an integer between `least` and `most`.
     """
-    if isinstance(value, bool) or not isinstance(value, Integral):
+    count = plain_number(value)
+    if isinstance(count, bool) or not isinstance(count, Integral):
         raise ValueError(f"{owner}.{name} is {shown(value)}: it must be an integer from {least} to {most}")
-    count = operator.index(value)
+    count = operator.index(count)
     if not least <= count <= most:
         raise ValueError(f"{owner}.{name} is {shown(count)}: it must lie between {least} and {most}")
     return count
@@ -143,8 +149,9 @@ def require_number(owner: str, name: str, value: object, least: float = -MAX_NUM
         ValueError: `value` is not a finite number between `least` and `most`.
     """
     # Compared before it is printed or converted: an integer may have more digits than a float, or than Python prints.
-    number: Any = value
-    if isinstance(value, bool) or not isinstance(value, Real) or number != number or abs(number) == math.inf:
+    given: object = plain_number(value)
+    number: Any = given
+    if isinstance(given, bool) or not isinstance(given, Real) or number != number or abs(number) == math.inf:
         raise ValueError(f"{owner}.{name} is {shown(value)}: it must be a finite number")
     if not least <= number <= most:
         raise ValueError(f"{owner}.{name} is {shown(value)}: it must lie between {least} and {most}")
@@ -156,7 +163,7 @@ def require_member(owner: str, name: str, value: object, kind: type, *, optional
     Raises:
         ValueError: `value` is no `kind`.
     """
-    if isinstance(value, kind) or (optional and value is None):
+    if isinstance(value, kind) or (optional and value is None) or (kind is bool and isinstance(plain_number(value), bool)):
         return
     what = "True or False" if kind is bool else f"{'an' if kind.__name__[0] in 'AEIOU' else 'a'} {kind.__name__}"
     raise ValueError(f"{owner}.{name} is {shown(value)}: it must be {what}{', or None' if optional else ''}")
@@ -185,14 +192,28 @@ def require_path(owner: str, name: str, value: object) -> str:
     return path
 
 
+def entries_of(value: Any) -> list[Any] | None:
+    """The entries of a list, or of anything else that gives some one by one; None where it is none, as text, bytes and a mapping are."""
+    if isinstance(value, str | bytes | bytearray | memoryview | Mapping):
+        return None
+    try:
+        entries = iter(value)
+    except TypeError:
+        return None
+    return list(entries)
+
+
 def settle_numbers(configuration: Any) -> None:
-    """Makes Python's own numbers of numpy's in the fields of a frozen configuration: they never overflow and have a JSON form."""
+    """Makes Python's own numbers of numpy's and torch's in the fields of a frozen configuration: they never overflow and have a JSON form."""
     for entry in fields(configuration):
-        value: object = getattr(configuration, entry.name)
+        given = getattr(configuration, entry.name)
+        value: object = plain_number(given)
         if isinstance(value, Integral) and not isinstance(value, int):
-            object.__setattr__(configuration, entry.name, operator.index(value))
+            value = operator.index(value)
         elif isinstance(value, Real) and not isinstance(value, Integral):
-            object.__setattr__(configuration, entry.name, float(value))
+            value = float(value)
+        if value is not given:
+            object.__setattr__(configuration, entry.name, value)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -161,6 +161,21 @@ def test_where_no_more_files_open_the_item_is_decoded_here(make: Any, pool: _Poo
     np.testing.assert_array_equal(payload.array, expected.array)
 
 
+@pytest.mark.parametrize("noise", [True, False], ids=["file", "payload"])
+def test_files_limited_in_size_cost_no_item(make: Any, pool: _Pool, noise: bool) -> None:
+    """Of noise the item passes the limit, of one colour its payload alone."""
+    pixels = np.random.default_rng(0).integers(0, 256, (2048, 4096, 3), np.uint8) if noise else np.zeros((2048, 4096, 3), np.uint8)
+    data, shape = make.save(Image.fromarray(pixels), "PNG"), make.shape(40_000)
+    expected = decode(Modality.IMAGE, data, shape, HERE)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        payload = decode(Modality.IMAGE, data, shape)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    np.testing.assert_array_equal(payload.array, expected.array)
+
+
 def test_a_stalled_codec_is_killed_at_its_time(make: Any, pool: _Pool) -> None:
     modality, data = items(make)["mp4"]
     shape = make.shape()

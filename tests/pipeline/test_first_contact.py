@@ -2,6 +2,7 @@
 
 import errno
 import logging
+import random
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -142,6 +143,17 @@ def test_the_clock_is_of_a_server_that_never_answered(monkeypatch: pytest.Monkey
     assert (found.tried_s("a"), found.tried_s("b")) == (7.5, 0.0)
     found.answered("a")
     assert (found.tried_s("a"), found.tried_s("b")) == (None, 0.0)
+    # Whoever tries again after a pause gives it the same time again.
+    now_s = 150.0
+    assert found.tried_s("b") == 42.5
+    now_s = 3000.0
+    assert found.tried_s("b") == 0.0
+
+
+def test_a_server_that_has_answered_may_be_away_for_half_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(random.Random, "uniform", lambda _self, least, _most: least)
+    policy = RetryPolicy()
+    assert sum(policy.delay_s(failures) for failures in range(1, policy.attempts)) > 45.0
 
 
 def test_what_led_to_an_error_is_looked_at() -> None:

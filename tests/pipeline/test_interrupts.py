@@ -2,6 +2,8 @@
 no thread or process stays behind, and what is read afterwards lacks nothing.
 """
 
+import errno
+import gc
 import gzip
 import importlib
 import os
@@ -17,7 +19,9 @@ import pytest
 
 from treadle.pipeline import cache, connections, grouping, http_source, prepare, sample_table, shards, spool, storage, tar, unpack
 from treadle.pipeline.cache import ShardCache
+from treadle.pipeline.feed import Feed
 from treadle.pipeline.readahead import Readahead
+from treadle.pipeline.retry import RetryPolicy
 from treadle.pipeline.stream import ShardStream
 
 COUNTS = [14, 9, 17]
@@ -237,3 +241,131 @@ def test_an_error_of_any_kind_in_a_process(name: str, tmp_path: Path, monkeypatc
     finally:
         sys.modules.pop("injected")
     assert our_threads() == []
+
+
+@pytest.mark.parametrize("where", ["local", "local.gz", "remote"])
+@pytest.mark.parametrize("short_of", [errno.EMFILE, errno.ENFILE])
+def test_what_a_process_runs_out_of_is_no_shards_fault(
+    tars: Any, tmp_path: Path, site: Any, where: str, short_of: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    urls = []
+    for path in sorted(Path(tars.write_mixed(tmp_path / "mixed", COUNTS)).parent.glob("*.tar")):
+        data = path.read_bytes() if where != "local.gz" else gzip.compress(path.read_bytes())
+        (tmp_path / (path.name + where[5:])).write_bytes(data)
+        urls.append(site.url(path.name, data) if where == "remote" else str(tmp_path / (path.name + where[5:])))
+    retry = RetryPolicy(attempts=2, base_delay_s=0.0)
+
+    def make() -> ShardStream:
+        return ShardStream(urls, tars.shape, lanes=3, shuffle=0, epochs=1, window=1, retry=retry)
+
+    whole = tars.run(make())
+    begun, open_file, connect = 0, os.open, connections.Peer.connect
+
+    def short(count: bool) -> None:
+        nonlocal begun
+        begun += count
+        if begun > 2:
+            raise OSError(short_of, os.strerror(short_of))
+
+    def opening(path: Any, *args: Any, **named: Any) -> int:
+        short(str(path) in urls)
+        return open_file(path, *args, **named)
+
+    def connecting(peer: connections.Peer, timeout_s: float) -> Any:
+        short(True)
+        return connect(peer, timeout_s)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", opening)
+        patch.setattr(connections.Peer, "connect", connecting)
+        stream = make()
+        with pytest.raises(OSError, match="ulimit -n"):
+            list(stream)
+    assert stream.quarantine.total == 0
+    again = make()
+    again.load_state(stream.state)
+    assert tars.run(again) == whole
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+@pytest.mark.parametrize("by", ["a signal", "another thread"])
+def test_a_stream_is_closed_while_it_makes_a_batch(
+    tars: Any, tmp_path: Path, by: str, processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pattern = tars.write_mixed(tmp_path / "mixed", COUNTS)
+
+    def make() -> ShardStream:
+        return ShardStream(pattern, tars.shape, lanes=4, shuffle=12, epochs=1, window=1, threads=2 - processes, processes=processes)
+
+    whole = tars.run(make())
+    stream = make()
+    first = [tars.snapshot(next(stream))]
+    closing = threading.Thread(target=stream.close)
+    take = Feed._pop
+
+    def closed_meanwhile(feed: Feed) -> Any:
+        if by == "a signal":
+            stream.close()
+        elif not closing.ident:
+            closing.start()
+            while not stream._closed:
+                pass
+        return take(feed)
+
+    monkeypatch.setattr(Feed, "_pop", closed_meanwhile)
+
+    def rest() -> None:
+        with pytest.raises(ValueError, match="this stream is closed"):
+            list(stream)
+
+    in_time(rest)
+    monkeypatch.undo()
+    if closing.ident:
+        in_time(closing.join)
+    assert stream.quarantine.total == 0
+    again = make()
+    again.load_state(stream.state)
+    assert first + tars.run(again) == whole
+
+
+def test_closing_a_stream_that_waits_for_a_server_loses_nothing(tars: Any, tmp_path: Path, server: Any) -> None:
+    asked, closed = threading.Event(), threading.Event()
+
+    def silent(handler: Any) -> None:
+        asked.set()
+        closed.wait(WITHIN_S)
+
+    server.faults = [silent] * 8
+    quarantine = tmp_path / "left_out.jsonl"
+    stream = ShardStream(server.url, tars.shape, lanes=2, epochs=1, quarantine=quarantine)
+
+    def close() -> None:
+        asked.wait(WITHIN_S)
+        stream.close()
+        closed.set()
+
+    closing = threading.Thread(target=close)
+    closing.start()
+
+    def first() -> None:
+        with pytest.raises(ValueError, match="this stream is closed"):
+            next(stream)
+
+    in_time(first)
+    in_time(closing.join)
+    assert stream.quarantine.total == 0
+    assert not quarantine.exists() or quarantine.read_bytes() == b""
+
+
+def test_the_files_of_abandoned_streams_are_closed(tars: Any, tmp_path: Path) -> None:
+    """More shards than tables are kept for, in parts, none read to its end."""
+    pattern = tars.write_texts(tmp_path, [40] * (3 * sample_table.MAX_TABLES), width=6000)
+    numbers = []
+    for _ in range(3):
+        with ShardStream(pattern, tars.text_shape, lanes=6 * sample_table.MAX_TABLES, shuffle=0, epochs=1, threads=1) as stream:
+            next(stream)
+        gc.collect()
+        links = [Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
+        numbers.append(sum(link.is_symlink() and link.readlink().is_relative_to(tmp_path) for link in links))
+    # Those of the tables that are kept for the next stream.
+    assert numbers == [sample_table.MAX_TABLES] * 3

@@ -2,6 +2,7 @@
 is let go of.
 """
 
+import json
 import math
 import os
 import signal
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Generator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -188,3 +190,145 @@ def test_a_fork_of_this_process_has_a_nursery_of_its_own(home: _Home) -> None:
         os.close(reader)
         forked.kill()
         assert forked.wait() == -signal.SIGKILL
+
+
+def test_a_nursery_whose_user_is_killed_with_an_answer_unread_ends_silently() -> None:
+    ours, theirs = socket.socketpair(type=nursery._WHOLE)
+    with ours, theirs:
+        command = [sys.executable, "-c", nursery.PROGRAM, str(theirs.fileno()), *sys.path]
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE)
+        worker, far = socket.socketpair()
+        with worker, far:
+            socket.send_fds(ours, [json.dumps([1, 0, ["channel"], []]).encode().ljust(nursery.REQUEST_BYTES)], [far.fileno()])
+        ours.settimeout(60.0)
+        # The answer is there, and stays unread.
+        assert ours.recv(1, socket.MSG_PEEK)
+    _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (0, b"")
+
+
+@pytest.fixture(name="inherited")
+def inherited_fixture() -> Generator[None]:
+    """What this process hands down: ends of children ignored, alarms blocked."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM, signal.SIGCHLD])
+    yield
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    signal.signal(signal.SIGCHLD, before)
+
+
+@pytest.mark.usefixtures("inherited")
+def test_signals_that_this_process_ignores_or_blocks_are_not_so_in_workers(home: _Home) -> None:
+    forked, channel = fork()
+    with channel:
+        status = Path(f"/proc/{forked.pid}/status").read_text()
+        assert "SigBlk:\t0000000000000000" in status
+        forked.kill()
+        assert forked.wait() == -signal.SIGKILL
+    again, channel = fork()
+    with channel:
+        assert parent(again.pid) == parent(again.pid) and again.poll() is None
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
+def test_what_a_scheduler_tells_the_whole_group_is_for_whoever_started_it(home: _Home, number: signal.Signals) -> None:
+    pool = Processes[Any, Any](math.isqrt, 1, same)
+    try:
+        assert pool.submit([4]).result(timeout=60)[0] == [2]
+        (pid,) = pool.pids
+        for told in (pid, parent(pid)):
+            os.kill(told, number)
+        assert pool.submit([9]).result(timeout=60)[0] == [3]
+        assert pool.pids == [pid] and home._nursery is not None and home._nursery._process.poll() is None
+    finally:
+        pool.shutdown()
+
+
+def test_a_nursery_killed_as_all_its_workers_start_costs_none_of_their_tries(home: _Home) -> None:
+    pool = Processes[Any, Any](math.isqrt, 4, same)
+    try:
+        assert home._nursery is not None
+        home._nursery._process.kill()
+        assert [pool.submit([number]).result(timeout=60)[0] for number in (1, 4, 9)] == [[1], [2], [3]]
+    finally:
+        pool.shutdown()
+
+
+def test_more_workers_start_than_their_socket_holds_answers(home: _Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nursery, "START_S", 20.0)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        forked = [fork_worker(theirs.fileno(), -1) for _ in range(400)]
+        assert len({process.pid for process in forked}) == 400
+        assert {parent(process.pid) for process in forked} == {parent(forked[0].pid)}
+
+
+def test_workers_end_with_their_starter_wherever_they_are(home: _Home) -> None:
+    forked, channel = fork()
+    with channel:
+        # It would wait for its work as long as this end is open.
+        assert Path(f"/proc/{forked.pid}").exists()
+        home.close()
+        deadline = time.monotonic() + 20.0
+        while Path(f"/proc/{forked.pid}").exists() and ") Z " not in Path(f"/proc/{forked.pid}/stat").read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_an_end_that_was_told_and_got_lost_is_no_end_of_the_nursery(home: _Home) -> None:
+    lost, channel = fork()
+    other, second = fork()
+    with channel, second:
+        lost.kill()
+        assert home._nursery is not None
+        while home._nursery.answer(home._nursery.ask(lost.pid))[1] == nursery._RUNNING:
+            time.sleep(0.01)
+        assert lost.wait() is None
+        other.kill()
+        assert other.wait() == -signal.SIGKILL
+
+
+def test_a_module_that_fails_in_its_own_way_is_passed_over(home: _Home, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "a_failing_module.py").write_text("raise ZeroDivisionError")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        forked = fork_worker(theirs.fileno(), -1, ["a_failing_module"])
+        assert forked.poll() is None and forked.pid > 0
+
+
+def test_a_search_path_longer_than_one_argument_may_be(home: _Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, *(f"/nowhere/{'x' * 100}/{number}" for number in range(2000))])
+    forked, channel = fork()
+    with channel:
+        assert forked.poll() is None
+
+
+def test_without_an_interpreter_to_start_it_is_said(home: _Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "")
+    with pytest.raises(OSError, match=r"sys\.executable"):
+        fork_worker(0, -1)
+
+
+def test_messages_that_come_in_parts_are_put_together(home: _Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nursery, "_WHOLE", socket.SOCK_STREAM)
+    first, channel = fork()
+    with channel:
+        assert first.pid > 0 and home._nursery is not None
+        ticket, data = 999, json.dumps([999, first.pid, [], []]).encode().ljust(nursery.REQUEST_BYTES)
+        for part in (data[:7], data[7:]):
+            home._nursery._socket.sendall(part)
+            time.sleep(0.05)
+        assert home._nursery.answer(ticket) == (first.pid, nursery._RUNNING)
+
+
+@pytest.mark.parametrize("closed", ["2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_it_runs_without_standard_streams(tmp_path: Path, closed: str) -> None:
+    code = (
+        "import math, pathlib, sys; from treadle.decoders.isolate import POOL; from treadle.pipeline.processes import Processes; "
+        "pool = Processes(math.isqrt, 2, int); found = [pool.submit([n]).result(timeout=60)[0] for n in (4, 9)]; pool.shutdown(); "
+        "POOL.give(POOL.take()); pathlib.Path(sys.argv[1]).write_text(repr(found))"
+    )
+    out = tmp_path / "out"
+    subprocess.run(["/bin/sh", "-c", f'exec "$0" -c "$1" "$2" {closed}', sys.executable, code, str(out)], timeout=100, check=True)
+    assert out.read_text() == "[[2], [3]]"

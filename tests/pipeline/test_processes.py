@@ -8,7 +8,9 @@ import json
 import math
 import multiprocessing
 import os
+import pickle
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -26,8 +28,10 @@ from PIL import Image
 from treadle.decoders import DecodeOptions
 from treadle.pipeline import decode_process
 from treadle.pipeline.decode_process import LARGE_BYTES, RING_BYTES, receive_whole, send_whole
+from treadle.pipeline.nursery import fork_worker
 from treadle.pipeline.prepare import Preparer
 from treadle.pipeline.processes import Processes, WorkerDiedError
+from treadle.pipeline.readahead import Readahead
 from treadle.pipeline.samples import Schema
 from treadle.pipeline.stream import ShardStream, derived_workers
 
@@ -86,6 +90,19 @@ def test_large_contents_are_sent_from_where_they_lie() -> None:
 def test_without_shared_memory_it_works_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("treadle.pipeline.processes._memory", lambda: -1)
     pool = Processes[Any, Any](np.arange, 1, same)
+    try:
+        assert np.array_equal(pool.submit([100_000]).result(timeout=60)[0][0], np.arange(100_000))
+    finally:
+        pool.shutdown()
+
+
+def test_files_limited_in_size_leave_results_to_the_socket() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (RING_BYTES // 2, hard))
+    try:
+        pool = Processes[Any, Any](np.arange, 1, same)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     try:
         assert np.array_equal(pool.submit([100_000]).result(timeout=60)[0][0], np.arange(100_000))
     finally:
@@ -379,3 +396,71 @@ def test_a_ring_without_room_waits_for_its_reader() -> None:
         ring.put(piece)
     ring._header[decode_process.RELEASED] = ring.end
     assert ring.put(piece) == (decode_process.HEADER_BYTES, RING_BYTES // 4)
+
+
+def test_memory_that_runs_out_for_a_result_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = Processes[Any, Any](math.isqrt, 1, same)
+    real, short = pickle.loads, [True]
+
+    def loads(*args: Any, **kwargs: Any) -> Any:
+        if short.pop() if short else False:
+            raise MemoryError
+        return real(*args, **kwargs)
+
+    try:
+        assert pool.submit([4]).result(timeout=60)[0] == [2]
+        monkeypatch.setattr(pickle, "loads", loads)
+        with pytest.raises(MemoryError):
+            pool.submit([9]).result(timeout=60)
+        assert pool.submit([16]).result(timeout=60)[0] == [4]
+    finally:
+        pool.shutdown()
+
+
+def test_a_task_that_cannot_be_sent_is_told() -> None:
+    pool = Processes[Any, Any](math.isqrt, 1, same)
+    try:
+        with pytest.raises((AttributeError, pickle.PicklingError)):
+            pool.submit([lambda: None]).result(timeout=60)
+        assert pool.submit([9]).result(timeout=60)[0] == [3]
+    finally:
+        pool.shutdown()
+
+
+def test_without_another_thread_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    real_start = threading.Thread.start
+
+    def fork(*args: Any) -> Any:
+        made.append(fork_worker(*args))
+        return made[-1]
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == "treadle-decode-receive-1":
+            raise RuntimeError("can't start new thread")
+        real_start(thread)
+
+    monkeypatch.setattr("treadle.pipeline.processes.fork_worker", fork)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(RuntimeError, match="new thread"):
+        Processes[Any, Any](math.isqrt, 3, same)
+    assert len(made) == 2 and all(process.returncode is not None for process in made)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("treadle-decode-")]
+
+
+def test_a_forked_process_leaves_the_workers_to_its_parent() -> None:
+    ahead = Readahead[int, int, int](math.isqrt, processes=1)
+    with ahead:
+        for number in range(200):
+            ahead.submit(number, number * number, 1)
+        assert ahead.pop() == (0, 0)
+        child = os.fork()
+        if not child:
+            try:
+                ahead.pop()
+            except RuntimeError:
+                ahead.close()
+                os._exit(0)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert [ahead.pop() for _ in range(199)] == [(number, number) for number in range(1, 200)]

@@ -6,6 +6,7 @@ import pickle
 import random
 import subprocess
 import sys
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -329,3 +330,49 @@ def test_killed_and_resumed_it_gives_the_same_batches(tars: Any, mixed: Make, tm
             full = [StreamState.from_bytes(data) for _, data in tars.run(mixed())]
             found = found[: full.index(resumed) + 1]
     assert found == [*expected, "end"]
+
+
+def test_threads_that_share_a_stream_take_turns(tars: Any, tmp_path: Path) -> None:
+    pattern = tars.write_texts(tmp_path, [300, 300])
+
+    def make() -> ShardStream:
+        return ShardStream(pattern, tars.text_shape, lanes=4, epochs=1, window=1, threads=1)
+
+    alone = tars.run(make())
+    shared = make()
+    found: list[tuple[bytes, bytes]] = []
+    failures: list[BaseException] = []
+
+    def take() -> None:
+        try:
+            for batch in shared:
+                found.append(tars.snapshot(batch))
+        except BaseException as error:  # the point: of every kind
+            failures.append(error)
+
+    often = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        takers = [threading.Thread(target=take) for _ in range(6)]
+        for taker in takers:
+            taker.start()
+        for taker in takers:
+            taker.join()
+    finally:
+        sys.setswitchinterval(often)
+    assert failures == []
+    assert sorted(found) == sorted(alone)
+
+
+def test_a_stream_without_a_batch_ends_where_it_began(tars: Any, tmp_path: Path) -> None:
+    path = tmp_path / "bad.tar"
+    tars.write_shard(path, [("a", {"png": b"no picture"})])
+
+    def make() -> ShardStream:
+        return ShardStream(str(path), tars.shape, lanes=2, epochs=1)
+
+    unasked, asked = make(), make()
+    began = asked.state
+    assert list(unasked) == list(asked) == []
+    assert unasked.quarantine.total == asked.quarantine.total == 1
+    assert unasked.state == asked.state == began
