@@ -268,9 +268,9 @@ class LocalStream(ByteStream):
         return True
 
     def close(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        file, self._file = self._file, -1  # first: an interrupt between the two must not have another's file closed later
+        if file >= 0:
+            os.close(file)
 
     __del__ = close  # one that a table of samples holds is nobody's to close
 
