@@ -264,7 +264,8 @@ def test_what_a_process_runs_out_of_is_no_shards_fault(
     def short(count: bool) -> None:
         nonlocal begun
         begun += count
-        if begun > 2:
+        # Of connections there must be none: one that was left open would serve what was to be tried again.
+        if begun > (0 if where == "remote" else 2):
             raise OSError(short_of, os.strerror(short_of))
 
     def opening(path: Any, *args: Any, **named: Any) -> int:
