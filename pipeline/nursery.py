@@ -52,7 +52,7 @@ _ANSWER: Final = struct.Struct("<qqq")
 _RUNNING: Final = 2**31
 _MOST_FILES: Final = 3
 _WHOLE: Final = socket.SOCK_SEQPACKET if sys.platform == "linux" else socket.SOCK_STREAM
-"""Messages that come whole or not at all, where there are: an interrupt between two reads then loses one answer, not the place."""
+"""Messages that come whole or not at all, where there are."""
 
 
 class Forked:
@@ -77,6 +77,8 @@ class Forked:
         with self._lock:
             if not self._pid:
                 self._pid, _ = self._nursery.answer(self._ticket)
+                # Kept until it is written down: an interrupt before that asks for it once more.
+                self._nursery.drop(self._ticket)
                 if self._pid < 0:
                     self._nursery.reaped()
         if self._pid < 0:
@@ -88,7 +90,9 @@ class Forked:
         with self._lock:
             if self.returncode is None and not self._gone:
                 try:
-                    pid, status = self._nursery.answer(self._nursery.ask(self.pid))
+                    ticket = self._nursery.ask(self.pid)
+                    pid, status = self._nursery.answer(ticket)
+                    self._nursery.drop(ticket)
                 except OSError:
                     self._gone = True
                     return None
@@ -145,7 +149,6 @@ class _Nursery:
         self._lock = threading.Lock()
         self._tickets = count(1)
         self._answers: dict[int, tuple[int, int]] = {}
-        self._part = b""
         self._come = select.poll()
         self._come.register(ours, select.POLLIN)
         self._children = 0
@@ -186,22 +189,29 @@ class _Nursery:
         with self._lock:
             while ticket not in self._answers:
                 self._receive()
-            return self._answers.pop(ticket)
+            return self._answers[ticket]
+
+    def drop(self, ticket: int) -> None:
+        """The answer is not wanted any more."""
+        with self._lock:
+            self._answers.pop(ticket, None)
 
     def _receive(self) -> None:
-        """The next answer, or a part of it."""
+        """The next answer, if it is there whole. It is looked at, kept, and only then taken: an interrupt in between loses nothing."""
         try:
-            data = self._socket.recv(_ANSWER.size - len(self._part))
+            data = self._socket.recv(_ANSWER.size, socket.MSG_PEEK)
         except TimeoutError:
             # Whoever asks next would wait as long.
             self._process.kill()
             raise
-        if not data:
+        if not data or (len(data) < _ANSWER.size and self._process.poll() is not None):
             raise OSError(errno.ECHILD, "the process that decode processes are forked from has ended")
-        self._part += data
-        if len(self._part) == _ANSWER.size:
-            (of, *answer), self._part = _ANSWER.unpack(self._part), b""
-            self._answers[of] = answer[0], answer[1]
+        if len(data) < _ANSWER.size:
+            time.sleep(POLL_S)
+            return
+        of, pid, status = _ANSWER.unpack(data)
+        self._answers[of] = pid, status
+        self._socket.recv(_ANSWER.size)
 
     def reaped(self) -> None:
         """One of its processes has ended."""

@@ -14,7 +14,7 @@ import time
 from collections.abc import Generator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -286,6 +286,43 @@ def test_an_end_that_was_told_and_got_lost_is_no_end_of_the_nursery(home: _Home)
         assert lost.wait() is None
         other.kill()
         assert other.wait() == -signal.SIGKILL
+
+
+class Interrupting:
+    """An object, one method of which is interrupted as it has returned for the first time."""
+
+    def __init__(self, inner: Any, method: str) -> None:
+        self._inner, self._method, self._done = inner, method, False
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._inner, name)
+        if name != self._method or self._done:
+            return found
+
+        def interrupted(*args: Any) -> Any:
+            found(*args)
+            self._done = True
+            raise KeyboardInterrupt
+
+        return interrupted
+
+
+@pytest.mark.parametrize("method", ["recv", "answer", "drop"])
+def test_an_interrupt_loses_no_answer(home: _Home, method: str) -> None:
+    forked, channel = fork()
+    with channel:
+        assert home._nursery is not None
+        if method == "recv":
+            home._nursery._socket = cast(socket.socket, Interrupting(home._nursery._socket, method))
+        else:
+            forked._nursery = cast(Any, Interrupting(forked._nursery, method))
+        with pytest.raises(KeyboardInterrupt):
+            _ = forked.pid
+        # An answer that was lost would be waited for, two minutes long.
+        home._nursery._socket.settimeout(20.0)
+        assert parent(forked.pid) == home._nursery._process.pid
+        forked.kill()
+        assert forked.wait() == -signal.SIGKILL
 
 
 def test_a_module_that_fails_in_its_own_way_is_passed_over(home: _Home, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
