@@ -270,15 +270,16 @@ class Readahead(Generic[Context, Task, Result]):
         self._queue.clear()
         self._open = None
         self.in_flight_bytes = 0
-        threaded, self._threaded = self._threaded, None
-        away, self._away = self._away, None
         if os.getpid() != self._process:
             # The workers are the parent's, which still talks to them.
-            return
-        if away is not None:
-            away.shutdown()
-        if threaded is not None:
-            threaded.shutdown(wait=True, cancel_futures=True)
+            self._away = self._threaded = None
+        # Let go of once they have ended: an interrupt before that leaves them to whoever closes next.
+        if self._away is not None:
+            self._away.shutdown()
+            self._away = None
+        if self._threaded is not None:
+            self._threaded.shutdown(wait=True, cancel_futures=True)
+            self._threaded = None
 
 
 def _as_it_is(task: Task) -> Task:

@@ -20,7 +20,7 @@ from treadle.decoders import DecodeOptions
 from treadle.pipeline.batch import PackedBatch
 from treadle.pipeline.cache import ShardCache
 from treadle.pipeline.feed import Feed
-from treadle.pipeline.feed_config import FeedConfig, OnStreamError
+from treadle.pipeline.feed_config import FeedConfig, OnStreamError, derived_workers
 from treadle.pipeline.layout import LATE_INTERACTION_FIELDS, LateInteractionCapacities
 from treadle.pipeline.ledger import Ledger
 from treadle.pipeline.order import OrderPlan, SourcePlan
@@ -30,7 +30,7 @@ from treadle.pipeline.retry import RetryPolicy
 from treadle.pipeline.samples import Schema
 from treadle.pipeline.sources import Manifest, ManifestSource, Source
 from treadle.pipeline.state import StreamState
-from treadle.shape import BatchShape, Modality, require_choice, require_count, require_member, require_path, shown
+from treadle.shape import BatchShape, require_choice, require_count, require_member, require_path, shown
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +38,6 @@ DEFAULT_LANES: Final = 64
 DEFAULT_SHUFFLE_BYTES: Final = 2**29
 DEFAULT_SCHEMA: Final = Schema()
 DEFAULT_OPTIONS: Final = DecodeOptions()
-
-PROCESSES_AFTER_S: Final = 2.0
-"""Decoding, in seconds of work, after which derived processes are started: they take half a second to come up."""
 
 _CLOSED: Final = "this stream is closed: make another, and load the state of the last batch to go on"
 
@@ -136,6 +133,7 @@ class ShardStream:
         _warn_if_uneven(self._config.plan.lanes, world_size)
         self._ledger = Ledger(quarantine if isinstance(quarantine, Quarantine) else Quarantine(quarantine), Counter())
         self._feed: Feed | None = None
+        self._ended: list[Feed] = []
         self._loaded: StreamState | None = None
         self._state: StreamState | None = None
         self._failure: Exception | None = None
@@ -268,6 +266,7 @@ class ShardStream:
 
     def _running(self) -> Feed:
         if self._feed is None:
+            self._stop()
             # After an interrupt (Ctrl-C in a notebook) it goes on behind the last batch handed out.
             last = self._loaded if self._state is None else self._state
             self._feed = Feed(self._config, self._ledger, None if last is None else last.deal(self.rank, self.world_size))
@@ -357,9 +356,13 @@ class ShardStream:
         return self._ledger.stats(feed.ahead.workers if feed else 0, feed.ahead.in_flight_bytes if feed else 0)
 
     def _stop(self) -> None:
-        feed, self._feed = self._feed, None
-        if feed is not None:
-            feed.close()
+        # Closing may be interrupted at any place: whoever stops the stream next goes on with it.
+        if self._feed is not None:
+            self._ended.append(self._feed)
+            self._feed = None
+        while self._ended:
+            self._ended[-1].close()
+            self._ended.pop()
 
     def close(self) -> None:
         """Joins every thread and process, sums up what was left out and closes the quarantine log; safe to call again.
@@ -424,22 +427,6 @@ def _checked(given: dict[str, Any], shape: BatchShape) -> dict[str, Any]:
     packer = Packer(shape, window=given["window"], max_edges=given["max_edges"], late_interaction=given["late_interaction"])
     # The manifest has them as they are given: 0 stays 0.
     return {**given, "window": packer.window, "max_edges": operator.index(given["max_edges"])}
-
-
-def derived_workers(threads: int | None, processes: int | None, shape: BatchShape) -> dict[str, Any]:
-    """What decodes: `threads`, `processes` and `processes_after_s` of a `FeedConfig`, derived where they are None."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    cpus = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
-    # Ranks of one machine share it; torchrun says how many they are.
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    share = max(1, cpus // max(1, int(ranks) if ranks.isdigit() else 1))
-    after_s = 0.0
-    if processes is None:
-        # Decoders that go through FFmpeg need a process of their own anyhow (`options.isolate`); this saves them the way to another.
-        slow = shape.is_live(Modality.AUDIO) or shape.is_live(Modality.VIDEO)
-        processes = share if threads is None and slow and share > 1 and sys.executable else 0
-        after_s = PROCESSES_AFTER_S
-    return {"threads": threads or share, "processes": processes, "processes_after_s": after_s}
 
 
 def _rebuilt(

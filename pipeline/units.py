@@ -204,9 +204,9 @@ class Units:
     def close(self) -> None:
         """Joins the reading threads and lets go of connections; nothing is read afterwards. Safe to call again."""
         self.interrupt()
-        executor, self._executor = self._executor, None
-        if executor is not None:
-            executor.shutdown(wait=True, cancel_futures=True)
+        if self._executor is not None:
+            self._executor.shutdown(wait=True, cancel_futures=True)
+            self._executor = None
         self._spools.close()
         while self._shards:
             self._shards.popitem()[1].close()

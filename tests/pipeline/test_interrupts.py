@@ -20,9 +20,11 @@ import pytest
 from treadle.pipeline import cache, connections, grouping, http_source, prepare, sample_table, shards, spool, storage, tar, unpack
 from treadle.pipeline.cache import ShardCache
 from treadle.pipeline.feed import Feed
+from treadle.pipeline.processes import Processes
 from treadle.pipeline.readahead import Readahead
 from treadle.pipeline.retry import RetryPolicy
 from treadle.pipeline.stream import ShardStream
+from treadle.pipeline.units import Units
 
 COUNTS = [14, 9, 17]
 WITHIN_S = 60.0
@@ -370,3 +372,17 @@ def test_the_files_of_abandoned_streams_are_closed(tars: Any, tmp_path: Path) ->
         numbers.append(sum(link.is_symlink() and link.readlink().is_relative_to(tmp_path) for link in links))
     # Those of the tables that are kept for the next stream.
     assert numbers == [sample_table.MAX_TABLES] * 3
+
+
+@pytest.mark.parametrize("place", [(Processes, "shutdown"), (Readahead, "close"), (Feed, "settle"), (Units, "close")])
+def test_a_stream_whose_closing_is_interrupted_is_closed_by_the_next(
+    tars: Any, tmp_path: Path, place: tuple[type, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = ShardStream(tars.write_mixed(tmp_path / "mixed", COUNTS), tars.shape, shuffle=12, epochs=1, window=1, processes=1)
+    next(stream)
+    with monkeypatch.context() as patch:
+        patch.setattr(*place, Broken(1, KeyboardInterrupt, getattr(*place)))
+        with pytest.raises(KeyboardInterrupt):
+            stream.close()
+    stream.close()
+    assert our_threads() == []

@@ -28,12 +28,13 @@ from PIL import Image
 from treadle.decoders import DecodeOptions
 from treadle.pipeline import decode_process
 from treadle.pipeline.decode_process import LARGE_BYTES, RING_BYTES, receive_whole, send_whole
+from treadle.pipeline.feed_config import derived_workers
 from treadle.pipeline.nursery import fork_worker
 from treadle.pipeline.prepare import Preparer
 from treadle.pipeline.processes import Processes, WorkerDiedError
 from treadle.pipeline.readahead import Readahead
 from treadle.pipeline.samples import Schema
-from treadle.pipeline.stream import ShardStream, derived_workers
+from treadle.pipeline.stream import ShardStream
 
 
 def same(task: Any) -> Any:
@@ -360,7 +361,7 @@ def test_a_script_without_a_guard_works_and_leaves_no_process(tars: Any, tmp_pat
 
 def test_processes_take_over_from_threads_without_changing_a_byte(tars: Any, mixed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = tars.run(mixed())
-    monkeypatch.setattr("treadle.pipeline.stream.PROCESSES_AFTER_S", 0.02)
+    monkeypatch.setattr("treadle.pipeline.feed_config.PROCESSES_AFTER_S", 0.02)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     with mixed(threads=None) as stream:
         assert tars.run(stream) == expected
