@@ -206,6 +206,8 @@ class HttpSource:
         if status == 416:
             response.read()
             self._same(total, None)
+            if total is None and self.size is None and not position:
+                raise Fault("HTTP 416 for the first bytes, and no word of how many there are")
             if (total is not None and position > total) or (total is None and self.size not in (None, position)):
                 raise Fault(f"the object has {total} bytes, byte {position} was to be read", kind="changed", permanent=True)
             return False

@@ -48,6 +48,21 @@ def test_http_from_any_offset(server: Any, offset: int) -> None:
     assert read_all(server.url, offset) == BODY[offset:]
 
 
+@pytest.mark.parametrize("faults", [1, 99])
+def test_http_416_for_the_first_bytes_is_no_empty_object(server: Any, faults: int) -> None:
+    server.faults = [lambda handler: handler.answer(416)] * faults
+    if faults == 1:
+        assert read_all(server.url) == BODY
+    else:
+        with pytest.raises(StorageError, match="416 for the first bytes"):
+            read_all(server.url)
+
+
+def test_http_416_with_a_length_of_zero_is_an_empty_object(server: Any) -> None:
+    server.always = lambda handler: handler.answer(416, {"Content-Range": "bytes */0"})
+    assert read_all(server.url) == b""
+
+
 def test_http_from_an_ipv6_address(serving: Any) -> None:
     if not socket.has_ipv6 or not Path("/proc/net/if_inet6").exists():
         pytest.skip("this machine has no IPv6 loopback")
