@@ -18,6 +18,7 @@ from treadle.model.record_values import dtype_name, dtype_of, refuse
 from treadle.model.storage_errors import DamagedFileError
 from treadle.model.storage_file import OnTensor, read_tensors, tensors_from_bytes, tensors_to_bytes, write_tensors
 from treadle.model.storage_header import is_held
+from treadle.shape import require_path
 
 PRECISIONS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -88,8 +89,9 @@ def write_snapshot(
         notes: metadata for whoever lists files without parsing them; nothing is read back from it.
 
     Raises:
-        ValueError: the file cannot be written, or a value passes the range of its rounded type.
+        ValueError: `path` is no path, the file cannot be written, or a value passes the range of its rounded type.
     """
+    path = require_path("record", "path", path)
     tensors, metadata = _stored(snapshot, form, rounded)
     write_tensors(path, tensors, {**(notes or {}), **metadata}, on_tensor=on_tensor)
 
@@ -103,8 +105,9 @@ def read_snapshot(path: str | Path, form: Form, *, on_tensor: OnTensor | None = 
     """Reads a file of a form and checks that it holds exactly what it names.
 
     Raises:
-        ValueError: the file is missing, damaged, newer, of another kind, or does not hold what it names.
+        ValueError: `path` is no path, or the file is missing, damaged, newer, of another kind, or does not hold what it names.
     """
+    path = require_path("record", "path", path)
     return _taken(path, form, *read_tensors(path, kind=form.kind, version=form.version, on_tensor=on_tensor))
 
 

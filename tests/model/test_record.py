@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler as schedules
 
 from treadle.model.accumulate import GradientsAccumulator, WeightedGradientsAccumulator
-from treadle.model.record import RestoredTraining, RestoredWeightedTraining, TrainingRecord
+from treadle.model.record import ModelStateTrainingRecord, RestoredTraining, RestoredWeightedTraining, TrainingRecord
 from treadle.model.storage_errors import DamagedFileError, MissingFileError, NewerFormatError, TruncatedFileError
 from treadle.model.storage_file import read_tensors, write_tensors
 
@@ -426,6 +426,13 @@ def test_buffers_of_whole_numbers_keep_their_type() -> None:
     other.calls = torch.zeros((), dtype=torch.float32)
     with pytest.raises(ValueError, match=r"calls is recorded as torch.int64, the model has torch.float32"):
         record.restore(other, torch.optim.SGD(other.parameters()), None)
+
+
+@pytest.mark.parametrize("path", [b"run.safetensors", 3, "", None])
+def test_what_is_no_path_is_refused(path: Any) -> None:
+    for call in (TrainingRecord.load, ModelStateTrainingRecord.load):
+        with pytest.raises(ValueError, match=r"record\.path is"):
+            call(path)
 
 
 def test_records_are_of_one_moment_while_a_thread_trains_on(tmp_path: Path) -> None:
