@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from itertools import islice
-from typing import Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple
 
 from treadle.pipeline.bag import DecodedBag, LateBag
 from treadle.pipeline.batch import PackedBatch
@@ -178,16 +178,15 @@ class Feed:
 
     def state(self) -> StreamState:
         """The position just after the last sample consumed."""
-        config = self._config
+        config, packer = self._config, self._packer
+        # Taken with every batch, and looked at now and then: what is done here takes down references alone.
+        if self._directly:
+            position: Callable[[], Columns] = partial(columns_of, self._lanes, self._order.standing(self._direct.left))
+        else:
+            position = self._position.snapshot()
         # Every bag of this packer was added with one.
-        tokens = cast("Callable[[], list[Pending]]", self._packer.tokens_now())
-        return StreamState.of_rank(config.manifest, config.rank, config.world_size, self._standing(), tokens, self._packer.snapshot())
-
-    def _standing(self) -> Callable[[], Columns]:
-        """What builds the columns of where the last sample consumed leaves the lanes."""
-        if not self._directly:
-            return self._position.snapshot()
-        return columns_of(self._lanes, self._order.standing(self._direct.left))
+        tokens: Any = packer.tokens_now()
+        return StreamState.of_rank(config.manifest, config.rank, config.world_size, position, tokens, packer.snapshot())
 
     def _place(self, source: int, shard: int, index: int) -> Place:
         url = self._units.url(source, shard)

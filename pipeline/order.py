@@ -30,11 +30,13 @@ from treadle.pipeline.sub_lane import (
     Fault,
     Held,
     Located,
+    Mark,
     Move,
     Permutations,
     Ref,
     SubLane,
     UnitBrokenError,
+    mark_of,
     moved,
     position_after,
     whole,
@@ -214,12 +216,15 @@ class _Lane:
         ]
         return [next(drawn[source]) for source in choices]
 
-    def happened(self, turns: int) -> list[int]:
-        """How long each trail was after the first `turns` draws of the last `draw_steadily`."""
+    def happened(self, turns: int, choices: Sequence[int], marks: Sequence[Mark]) -> list[int]:
+        """How long each trail was after the first `turns` draws of a `draw_steadily`, whose `choices` and `mark_of` each were these."""
         if len(self.sub_lanes) == 1:
-            return [self.sub_lanes[0].happened(turns, turns, turns)]
-        chosen, before = self.choices[:turns], self.choices[: max(0, turns - 1)]
-        return [sub_lane.happened(chosen.count(source), before.count(source), turns) for source, sub_lane in enumerate(self.sub_lanes)]
+            return [self.sub_lanes[0].happened(marks[0], turns, turns, turns)]
+        chosen, before = choices[:turns], choices[: max(0, turns - 1)]
+        return [
+            sub_lane.happened(mark, chosen.count(source), before.count(source), turns)
+            for source, (sub_lane, mark) in enumerate(zip(self.sub_lanes, marks, strict=True))
+        ]
 
 
 class Order:
@@ -251,6 +256,8 @@ class Order:
         self._sub_lanes = [sub_lane for lane in self._lanes for sub_lane in lane.sub_lanes]
         self._recording = True
         self._last: Rounds | None = None
+        self._drawn_to: tuple[list[int], list[Mark]] = [], []
+        """After the last steady rounds: how long each trail is, and what its draws began with."""
         self._singly, self._patience = 0, 1
         self._begin_trails()
         self._enqueue()
@@ -276,20 +283,23 @@ class Order:
     def standing(self, left: int = 0) -> Callable[[], Standing]:
         """What answers where the lanes stand after the last draw but `left` of the last `rounds`, whenever it is asked for.
 
-        Taken after every batch: it is a list of how far each trail has come, whatever is held back.
+        Taken after every batch, so that it does next to nothing: what is to be left of the last draws is worked out when it is asked for.
         """
         if not left and (self._recording or self._trails_are_long()):
             self._begin_trails()
-        happened = list(map(len, self._trails))
-        if left and self._last is not None and self._last.steady:
-            for number, undone in zip(self._last.lanes, self._last.undone(left), strict=True):
-                if undone:
-                    lane = self._by_lane[number]
-                    first = lane.number * len(lane.sub_lanes)
-                    happened[first : first + len(lane.sub_lanes)] = lane.happened(self._last.turns - undone)
+        last = self._last if left and self._last is not None and self._last.steady else None
+        # Nothing has been drawn since.
+        lengths, marks = (list(map(len, self._trails)), []) if last is None else self._drawn_to
         cursors, held, trails, sources = self._cursors, self._held, self._trails, len(self._trails) // len(self._lanes)
 
         def standing() -> Standing:
+            happened = lengths.copy()
+            if last is not None:
+                for at, undone in enumerate(last.undone(left)):
+                    lane = self._by_lane[last.lanes[at]]
+                    own = slice(lane.number * sources, (lane.number + 1) * sources)
+                    if undone:
+                        happened[own] = lane.happened(last.turns - undone, () if last.choices is None else last.choices[at], marks[own])
             positions = list(map(position_after, cursors, held, trails, happened))
             # A lane's draws are those of its sub-lanes.
             draws = [cursor[3] for cursor, _ in positions]
@@ -399,6 +409,7 @@ class Order:
         if self._blended:
             choices, epochs = [lane.choices for lane in lanes], [[sub_lane.epoch for sub_lane in lane.sub_lanes] for lane in lanes]
         self._last = Rounds(first, taken, [lane.lane for lane in lanes], choices, epochs, True, samples, refs)
+        self._drawn_to = list(map(len, self._trails)), list(map(mark_of, self._sub_lanes))
         return self._last
 
     def rest(self, samples: Sequence[Located]) -> list[Drawn]:
@@ -422,7 +433,8 @@ class Order:
 
     def _moves(self, lane: _Lane, turns: int, undone: int) -> list[list[Move]]:
         """What each of the last `undone` of a lane's `turns` steady draws changed."""
-        marks = [lane.happened(turn) for turn in range(turns - undone, turns + 1)]
+        own = list(map(mark_of, lane.sub_lanes))
+        marks = [lane.happened(turn, lane.choices, own) for turn in range(turns - undone, turns + 1)]
         found: list[list[Move]] = [[] for _ in range(undone)]
         for source, sub_lane in enumerate(lane.sub_lanes):
             number = sub_lane.number

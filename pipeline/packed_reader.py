@@ -215,7 +215,7 @@ class PackedReader:
         pools: list[list[Any]] = [[] for _ in lanes]
         standing = ([self._lanes[lane][2] for lane in lanes], cursors, pools)
         return StreamState.of_rank(
-            self._manifest().to_json(), self.rank, self.world_size, columns_of(lanes, lambda: standing), (), dict[str, Any]
+            self._manifest().to_json(), self.rank, self.world_size, lambda: columns_of(lanes, lambda: standing), (), dict[str, Any]
         )
 
     def _stand(self, positions: "dict[int, tuple[int, int, int]]") -> None:

@@ -299,8 +299,8 @@ class Packer:
 
     def tokens_now(self) -> Callable[[], list[object]]:
         """What answers the tokens of what waits at this very moment, whenever it is asked for."""
-        pool = self._placement.pool.copy()
-        return lambda: [entry.content[0] for entry in pool]
+        waiting = self._placement.waiting()
+        return lambda: [entry.content[0] for entry in waiting()]
 
     def snapshot(self) -> Callable[[], dict[str, NDArray[np.int64]]]:
         """What builds the state of this very moment, whenever it is asked for: cheap where it never is."""

@@ -58,6 +58,7 @@ class Placement:
         self._window_positions = window * num_rows * columns
         self._selectable = num_rows * columns * (1000 - POSITION_MARGIN_PERMILLE) // 1000
         self.pool: list[PendingBag] = []
+        """Appended to or replaced: `waiting` relies on that."""
         """Bags that wait, in arrival order."""
         self.batches = 0
         """Batches taken."""
@@ -298,19 +299,27 @@ class Placement:
                 batch.add(bag)
         return batch.placed
 
+    def waiting(self) -> Callable[[], list[PendingBag]]:
+        """What answers the bags that wait at this very moment, whenever it is asked for."""
+        # Nothing is copied: a pool grows at its end, until another takes its place.
+        pool, count = self.pool, len(self.pool)
+        return lambda: pool[:count]
+
     def snapshot(self) -> Callable[[], Columns]:
         """What builds the state of this very moment, whenever it is asked for: a bag that waits does not change any more."""
         counters = [self.batches, self._group, self._total_positions, self._total_squares, self.longest_delay]
         witness_use, witness_free = self._limits.room - self._witness_room, list(self._witness.free)
-        groups, pool = [(group.number, group.opened) for group in self._groups], list(self.pool)
+        # Groups are as bags are: see `waiting`.
+        all_groups, num_groups, waiting = self._groups, len(self._groups), self.waiting()
 
         def columns() -> Columns:
+            groups, pool = all_groups[:num_groups], waiting()
             return {
                 "counters": np.array(counters, np.int64),
                 "witness_use": np.array(unpack_demand(witness_use), np.int64),
                 "witness_free": np.array(witness_free, np.int64),
-                "group_number": np.array([number for number, _ in groups], np.int64),
-                "group_opened": np.array([opened for _, opened in groups], np.int64),
+                "group_number": np.array([group.number for group in groups], np.int64),
+                "group_opened": np.array([group.opened for group in groups], np.int64),
                 "bag_group": np.array([bag.group.number for bag in pool], np.int64),
                 "bag_arrival": np.array([bag.arrival for bag in pool], np.int64),
                 "bag_items": np.array([len(bag.lengths) for bag in pool], np.int64),

@@ -12,6 +12,7 @@ A rank's state holds its own lanes; merged, the states of all ranks hold every l
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate, chain
 from typing import Any, Final, NamedTuple, Self
 
@@ -140,32 +141,28 @@ class Position:
     def snapshot(self) -> Callable[[], Columns]:
         """What builds the columns of this very position, whenever they are asked for."""
         standing = self._lane_draws.copy(), self._cursors.copy(), [refs.copy() for refs in self._pools]
-        return columns_of(self._lanes, lambda: standing)
+        return partial(columns_of, self._lanes, lambda: standing)
 
 
 def start_columns(lanes: int, sources: int, rank: int, world_size: int) -> Callable[[], Columns]:
     """What builds the columns of a rank that has drawn nothing."""
     own = range(rank, lanes, world_size)
     cursors: list[Cursor] = [(lane, 0, 0, 0, 0, 0, False) for lane in own for _ in range(sources)]
-    return columns_of(own, lambda: ([0] * len(own), cursors, [[] for _ in cursors]))
+    return partial(columns_of, own, lambda: ([0] * len(own), cursors, [[] for _ in cursors]))
 
 
-def columns_of(lanes: Sequence[int], standing: Callable[[], Standing]) -> Callable[[], Columns]:
-    """What builds the columns of where the lanes stand; what `standing` answers must not change any more."""
-
-    def columns() -> Columns:
-        lane_draws, cursors, pools = standing()
-        table = np.array(cursors, np.int64).reshape(-1, len(_SUB_LANE_COLUMNS))
-        built: Columns = {"lane": np.array(lanes, np.int32), "lane_draws": np.array(lane_draws, np.int64)}
-        for place, name in enumerate(_SUB_LANE_COLUMNS):
-            built[name] = table[:, place].copy()
-        records = np.fromiter(chain.from_iterable(chain.from_iterable(pools)), np.int64).reshape(-1, len(_HELD_COLUMNS))
-        for place, (name, dtype) in enumerate(_HELD_COLUMNS.items()):
-            built[name] = records[:, place].astype(dtype)
-        built["held_count"] = np.array([len(refs) for refs in pools], np.int64)
-        return built
-
-    return columns
+def columns_of(lanes: Sequence[int], standing: Callable[[], Standing]) -> Columns:
+    """The columns of where the lanes stand."""
+    lane_draws, cursors, pools = standing()
+    table = np.array(cursors, np.int64).reshape(-1, len(_SUB_LANE_COLUMNS))
+    built: Columns = {"lane": np.array(lanes, np.int32), "lane_draws": np.array(lane_draws, np.int64)}
+    for place, name in enumerate(_SUB_LANE_COLUMNS):
+        built[name] = table[:, place].copy()
+    records = np.fromiter(chain.from_iterable(chain.from_iterable(pools)), np.int64).reshape(-1, len(_HELD_COLUMNS))
+    for place, (name, dtype) in enumerate(_HELD_COLUMNS.items()):
+        built[name] = records[:, place].astype(dtype)
+    built["held_count"] = np.array([len(refs) for refs in pools], np.int64)
+    return built
 
 
 class StreamState:

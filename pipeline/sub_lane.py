@@ -101,6 +101,13 @@ cursor_of: Callable[["SubLane"], Cursor] = attrgetter("unit", "next_index", "nex
 """Where a sub-lane stands."""
 
 
+Mark = tuple[int, int]
+"""Of the last `draw_steadily`: how long the trail was before it, and how many of its draws take nothing in."""
+
+mark_of: Callable[["SubLane"], Mark] = attrgetter("begun", "spare")
+"""What the next `draw_steadily` changes; `SubLane.happened` needs it of the last."""
+
+
 Trail = list[Ref | Cursor | int]
 """What has happened to a sub-lane, in order: a reference came to the hold-back, a slot was drawn, or it stood at a cursor after anything else."""
 
@@ -138,10 +145,10 @@ class SubLane:
     """One source within one lane."""
 
     __slots__ = (
-        "_alone", "_at", "_begun", "_block", "_broken", "_catalogue", "_draws_of", "_eager", "_faults", "_permutations", "_ready", "_runs",
-        "_shard", "_source", "_spare", "_words",
-        "appended", "bytes", "depth", "depth_bytes", "draws", "end_unit", "epoch", "lanes", "next_index", "next_offset", "number", "over", "parts", "pool",
-        "taken", "trail", "unit", "units",
+        "_alone", "_at", "_block", "_broken", "_catalogue", "_draws_of", "_eager", "_faults", "_permutations", "_ready", "_runs",
+        "_shard", "_source", "_words",
+        "appended", "begun", "bytes", "depth", "depth_bytes", "draws", "end_unit", "epoch", "lanes", "next_index", "next_offset", "number", "over", "parts", "pool",
+        "spare", "taken", "trail", "unit", "units",
     )  # fmt: skip
 
     def __init__(
@@ -159,8 +166,8 @@ class SubLane:
         self._alone = not plan.blended
         # A lane that chooses looks whether each source has a sample: with room for one alone, it is taken in before it is chosen.
         self._eager = plan.blended and self.depth == 1
-        # Of the draws since `_begun`, how many take nothing in.
-        self._spare = self._begun = 0
+        # Of the draws since `begun`, how many take nothing in.
+        self.spare = self.begun = 0
         self._runs: Iterator[Sequence[Located]] | None = None
         # What is at hand of the unit, up to `_at` held back already, and the fault that comes after it.
         self._ready: Sequence[Located] = ()
@@ -327,10 +334,10 @@ class SubLane:
         if self._runs is None:
             # A lane that stands at a choice goes on to the next epoch where one of its sources has nothing left.
             drains = (self.end_unit is not None and self.unit >= self.end_unit) or self.unit // self.units != self.epoch
-            self._spare = NEVER
+            self.spare = NEVER
             return min(most, held if self._alone else held - 1) if drains and held else -1
-        self._spare = held - self.depth + 1
-        if self._spare not in (0, 1):
+        self.spare = held - self.depth + 1
+        if self.spare not in (0, 1):
             return 0
         missing = 1 - held if self._eager else 0
         at_hand = self._at_hand(most + missing, most_bytes)
@@ -351,15 +358,15 @@ class SubLane:
             last: whether the lane's last draw is one of them: until then, what has but one sample takes in the next at once.
         """
         pool, trail = self.pool, self.trail
-        self._begun = len(trail)
+        self.begun = len(trail)
         if self._eager:
-            self._spare = len(pool)
+            self.spare = len(pool)
             number = 1 - len(pool) + count - last
         else:
             if not count:
                 # What `able` found, if it was asked, was no more than that.
-                self._spare = NEVER
-            number = max(0, count - self._spare)
+                self.spare = NEVER
+            number = max(0, count - self.spare)
         if not count and not number:
             return []
         coming = self._ready[self._at : self._at + number]
@@ -373,8 +380,8 @@ class SubLane:
         if self._eager:
             pool += zip(samples, refs, strict=True)
             drawn, self.pool = pool[:count], pool[count:]
-            trail += refs[: 1 - self._spare]
-            for ref in refs[1 - self._spare :]:
+            trail += refs[: 1 - self.spare]
+            for ref in refs[1 - self.spare :]:
                 trail += (0, ref)
             if last:
                 trail.append(0)
@@ -406,16 +413,18 @@ class SubLane:
         self.bytes += sum([ref[3] for ref in refs]) - sum([ref[3] for _, ref in drawn])
         return drawn
 
-    def happened(self, chosen: int, before: int, turns: int) -> int:
+    def happened(self, mark: Mark, chosen: int, before: int, turns: int) -> int:
         """How long the trail was after the first `turns` draws of its lane since `draw_steadily` began.
 
         Args:
-            chosen: how many of them were its own.
+            mark: what `mark_of` answered after it.
+            chosen: how many of the draws were its own.
             before: how many of them but the last.
         """
+        begun, spare = mark
         if not self._eager:
-            return self._begun + chosen + max(0, chosen - self._spare)
-        return self._begun + chosen + (1 - self._spare + before if turns else 0)
+            return begun + chosen + max(0, chosen - spare)
+        return begun + chosen + (1 - spare + before if turns else 0)
 
 
 def moved(number: int, entries: Sequence[Ref | Cursor | int], cursor: Cursor) -> Move:

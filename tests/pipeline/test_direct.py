@@ -87,6 +87,21 @@ def test_a_picture_in_the_midst_of_many_texts_is_no_hurdle(tars: Any, tmp_path: 
         assert [(batch, batch.state.to_bytes()) for batch in stream if batch.state is not None] == found
 
 
+@pytest.mark.parametrize("blended", [False, True])
+@pytest.mark.parametrize("shuffle", [0, 40])
+def test_a_state_is_of_its_batch_however_late_it_is_looked_at(tars: Any, tmp_path: Path, blended: bool, shuffle: int) -> None:
+    """Attaching a state takes down references alone; what they refer to must not have gone on."""
+    urls = write(tars, tmp_path / "a", 2)
+    sources: Any = [Source(urls[:2], weight=2.0), Source(urls[2:])] if blended else urls
+    options: dict[str, Any] = {"lanes": 5, "shuffle": shuffle, "epochs": 3, "window": 2, "threads": 1}
+    with ShardStream(sources, tars.shape, **options) as stream:
+        at_once = [batch.state.to_bytes() for batch in stream if batch.state is not None]
+    with ShardStream(sources, tars.shape, **options) as stream:
+        states = [batch.state for batch in stream]
+    assert len(states) > 8
+    assert [state.to_bytes() for state in states if state is not None] == at_once
+
+
 def test_ids_of_many_are_those_of_each() -> None:
     seeds = [sample_seed("a.tar", index) for index in range(50)] + [0, 2**64 - 1]
     counts = [1 + index % 4 for index in range(52)]
